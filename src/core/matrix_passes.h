@@ -1,4 +1,4 @@
-// The passes around the matrix products of a step, on a device: each reads and writes an element once.
+// The passes around the matrix products of a step: each reads and writes an element once.
 #pragma once
 #include <cstdint>
 
@@ -28,6 +28,20 @@ struct PassTensor {
   void* product;     // where the update goes, or the direction of a move
   int64_t count;
   double factor;  // of the direction
+};
+
+// A tensor in the last pass of a CPU, which takes the gradient into the average and moves the weight. The
+// elements of all operands lie in one order, without a gap.
+struct AdvanceTensor {
+  void *average, *weight;
+  const void *grad, *direction;
+  int64_t count;
+  double factor;  // of the direction
+};
+
+struct AdvanceOptions {
+  double share;  // of the gradient in the average
+  double keep;   // what decay leaves of the weight
 };
 
 // average += share (grad - average), as torch's lerp. The update that is written is the average, or with

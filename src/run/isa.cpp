@@ -20,6 +20,7 @@ namespace {
 struct Candidate {
   const char* name;
   const cpu::KernelTable* table;
+  const cpu::PassTable* passes;
   const cpu::ProductKernels* products;
   bool (*runs_here)();
 };
@@ -55,18 +56,18 @@ bool has_amx() {
 // Best first. A new instruction set is one more line here and one in cmake/FusedstepIsa.cmake.
 const Candidate kCandidates[] = {
 #if defined(FUSEDSTEP_HAVE_AVX512)
-    {"amx", &cpu::avx512::kTable, &cpu::amx::kProducts, has_amx},
-    {"avx512bf16", &cpu::avx512::kTable, &cpu::avx512bf16::kProducts, has_avx512bf16},
-    {"avx512", &cpu::avx512::kTable, nullptr, has_avx512},
+    {"amx", &cpu::avx512::kTable, &cpu::avx512::kPasses, &cpu::amx::kProducts, has_amx},
+    {"avx512bf16", &cpu::avx512::kTable, &cpu::avx512::kPasses, &cpu::avx512bf16::kProducts, has_avx512bf16},
+    {"avx512", &cpu::avx512::kTable, &cpu::avx512::kPasses, nullptr, has_avx512},
 #endif
 #if defined(FUSEDSTEP_HAVE_AVX2)
-    {"avx2", &cpu::avx2::kTable, nullptr,
+    {"avx2", &cpu::avx2::kTable, &cpu::avx2::kPasses, nullptr,
      [] {
        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
               __builtin_cpu_supports("f16c");
      }},
 #endif
-    {"base", &cpu::base::kTable, nullptr, [] { return true; }},
+    {"base", &cpu::base::kTable, &cpu::base::kPasses, nullptr, [] { return true; }},
 };
 
 const Candidate& named(const std::string& name, const char* who) {
@@ -110,6 +111,8 @@ std::vector<std::string> names(bool of_products) {
 }  // namespace
 
 const cpu::KernelTable& kernels() { return *in_use().table; }
+
+const cpu::PassTable& pass_kernels() { return *in_use().passes; }
 
 const cpu::ProductKernels* product_kernels() { return in_use().products; }
 

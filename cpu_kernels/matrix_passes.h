@@ -1,0 +1,40 @@
+// The passes around the matrix products of a step: what is compiled once for each instruction set, behind a
+// table of functions. Each value is rounded as torch's separate operations round it; a multiplication and its
+// addition are one fused operation.
+#pragma once
+#include <cstdint>
+
+#include "src/core/matrix_passes.h"
+
+namespace fusedstep::cpu {
+
+// Over elements [begin, end) of a tensor. The first writes updates alone, the second averages and weights:
+// what may fail is between the two.
+struct PassKernels {
+  void (*update)(const PassTensor&, const AverageOptions&, int64_t begin, int64_t end);
+  void (*advance)(const AdvanceTensor&, const AdvanceOptions&, int64_t begin, int64_t end);
+};
+
+// Over elements [begin, end) of matrices. The order of a sum is the same on every instruction set.
+struct NormKernels {
+  float (*sum_squares)(const NormTensor&, int64_t begin, int64_t end);
+  void (*divide)(const NormTensor&, float divisor, int64_t begin, int64_t end);
+};
+
+// The kernels of an instruction set.
+struct PassTable {
+  PassKernels passes[static_cast<int>(PassFormat::kCount)];
+  NormKernels norms[static_cast<int>(NormFormat::kCount)];
+};
+
+namespace base {
+extern const PassTable kPasses;
+}
+namespace avx2 {
+extern const PassTable kPasses;
+}
+namespace avx512 {
+extern const PassTable kPasses;
+}
+
+}  // namespace fusedstep::cpu
