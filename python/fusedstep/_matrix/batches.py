@@ -41,7 +41,15 @@ from fusedstep._matrix.newton_schulz import (
     orthogonalize,
     takes_gram_form,
 )
-from fusedstep._matrix.passes import are_taken, average_into, decay_and_add, has_pass
+from fusedstep._matrix.passes import (
+    advance_and_move,
+    are_taken,
+    average_into,
+    decay_and_add,
+    has_pass,
+    have_passes,
+    in_order,
+)
 from fusedstep._sharding.dtensor import is_dtensor, local
 from fusedstep._sharding.exchange import (
     Batch,
@@ -67,6 +75,10 @@ _AT_ONCE_ELSEWHERE = 1 << 25
 
 #: The bytes of these, at most.
 _MOST_BYTES = 8 * _AT_ONCE["cpu"]
+
+#: Elements that the native engine of a CPU takes together for each thread, at most: two threads are
+#: slower where more leave their caches.
+_AT_ONCE_OF_THREAD = 1 << 19
 
 #: Operations that take as long as the calls of one more batch, which on a GPU the host is busy with
 #: (0.25 ms on an H100). Shapes are joined where padding adds fewer.
@@ -175,7 +187,8 @@ class MatrixBatches(ImperativeTwin):
                 others.append(batch)
                 continue
             lists = alike.setdefault((batch.weights[0].device, batch.weights[0].dtype), [])
-            if not lists or _size_of([*lists[-1], batch]) > AT_ONCE:
+            most = _most_together(batch.weights[0].device)
+            if not lists or _size_of([*lists[-1], batch]) > most:
                 lists.append([])
             lists[-1].append(batch)
         chained = []
@@ -187,12 +200,13 @@ class MatrixBatches(ImperativeTwin):
 
     def _may_chain(self, group: dict[str, Any], batch: _Together) -> bool:
         """Returns whether the native engine takes the matrices of a batch, in some dtypes."""
+        first = batch.weights[0]
         return (
             bool(batch.moving)
-            and takes_batches_of(batch.weights[0].device)
+            and _takes_batches_of(group, first.device, first.dtype)
             and not group.get("normuon")
             and len({form[1:] for form in batch.forms}) == 1
-            and fits_engine(*batch.forms[0][1:])
+            and (first.is_cpu or fits_engine(*batch.forms[0][1:]))
         )
 
     def _takes_chain(
@@ -202,8 +216,12 @@ class MatrixBatches(ImperativeTwin):
         weights = [p for batch in batches for p in batch.weights]
         averages = [each.average for batch in batches for each in batch.moving]
         some = [grads[i] for batch in batches for i in batch.places]
-        dtype = updates_dtype(weights[0].dtype, group.get("ns_dtype"))
-        return dtype is not None and are_taken(weights, averages, some)
+        device, dtype = weights[0].device, weights[0].dtype
+        return (
+            _takes_batches_of(group, device, dtype)  # another instruction set may be in use since
+            and updates_dtype(dtype, group.get("ns_dtype")) is not None
+            and have_passes(weights, averages, some)
+        )
 
     def _step_chain(
         self,
@@ -213,7 +231,8 @@ class MatrixBatches(ImperativeTwin):
         grads: list[Tensor],
     ) -> None:
         """Steps batches together; ``grads``: of all weights of the step."""
-        ordered = _ascending(group, [grads[i] for batch in batches for i in batch.places])
+        taken = in_order([grads[i] for batch in batches for i in batch.places])
+        ordered = _ascending(group, taken)
         known = [each for batch in batches for each in batch.moving]
         moving = self._begin(group, [each.weight for each in known], ordered, known)
         values, first = [each.value for each in moving], moving[0].value
@@ -224,7 +243,8 @@ class MatrixBatches(ImperativeTwin):
         rooms = self._rooms(group, values, is_native=True)
         momentum = float(group["momentum"])
         lead = momentum if group["nesterov"] else 1.0
-        memory.average([each.average for each in moving], ordered, 1 - momentum, lead)
+        averages = [each.average for each in moving]
+        memory.update(averages, ordered, 1 - momentum, lead)
         directions = memory.orthogonalize(float(group["eps"]), bool(group.get("adds_eps")))
         take_second = self._second_step(group, moving)
         alike, begin = [], 0
@@ -232,7 +252,12 @@ class MatrixBatches(ImperativeTwin):
             for shapes, indices in batch.alike.items():
                 alike.append((self._ratio(group, *shapes), [begin + index for index in indices]))
             begin += len(batch.weights)
-        self._move(group, values, directions, alike, rooms, is_native=True)
+        if first.is_cpu:
+            factors = _factors(group, alike, len(values))
+            keep = 1 - float(group["lr"]) * float(group["weight_decay"])
+            advance_and_move(averages, ordered, values, directions, 1 - momentum, keep, factors)
+        else:
+            self._move(group, values, directions, alike, rooms, is_native=True)
         take_second()
 
     def _new_batch(
@@ -266,9 +291,14 @@ class MatrixBatches(ImperativeTwin):
                 kind = p.device, p.dtype, self._store.has_wide(group, p)
                 shape = matrices_of(group, shard)[1:]
                 alike.setdefault(kind, {}).setdefault(shape, []).append(place)
-        for (device, *_), by_shape in alike.items():
-            at_once = AT_ONCE if takes_batches_of(device) else _most_at_once(device)
-            for shapes in self._joined(group, device, weights, by_shape):
+        for (device, dtype, _), by_shape in alike.items():
+            some = [weights[place] for places in by_shape.values() for place in places]
+            has_copies = any(map(functools.partial(self._has_copies, group), some))
+            is_chained = _takes_batches_of(group, device, dtype) and not (
+                device.type == "cpu" and has_copies
+            )
+            at_once = (_most_together if is_chained else _most_at_once)(device)
+            for shapes in self._joined(group, device, weights, by_shape, is_chained):
                 together = [place for shape in shapes for place in by_shape[shape]]
                 first = local(weights[together[0]])
                 # Joined shapes are no more than that.
@@ -281,10 +311,14 @@ class MatrixBatches(ImperativeTwin):
         device: torch.device,
         weights: list[Tensor],
         by_shape: dict[Shape, list[int]],
+        is_chained: bool,
     ) -> list[list[Shape]]:
-        """Shapes that go through products together, padded to the largest sides among them."""
+        """Shapes that go through products together, padded to the largest sides among them.
+
+        ``is_chained``: whether the native engine takes shapes together as they are.
+        """
         is_alone = len(by_shape) == 1 or group.get("normuon") or group.get("split_heads", 1) > 1
-        if is_alone or takes_batches_of(device):  # which takes shapes together as they are
+        if is_alone or is_chained:
             return [[shape] for shape in by_shape]
         steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
         dtype = ns_dtype_of(group, device)
@@ -511,11 +545,7 @@ class MatrixBatches(ImperativeTwin):
                 value.addcmul_(share.copy_(is_same), value, value=-decay)
             decay = 0.0
         if is_native:
-            factors = [0.0] * len(values)
-            for ratio, indices in alike:
-                for index in indices:
-                    factors[index] = -lr * ratio
-            decay_and_add(values, directions, 1 - decay, factors)
+            decay_and_add(values, directions, 1 - decay, _factors(group, alike, len(values)))
             return
         if decay:
             torch._foreach_mul_(values, rooms[0])
@@ -588,9 +618,37 @@ def _write_update(group: dict[str, Any], grad: Tensor, average: Tensor, out: Ten
         out.copy_(average)
 
 
+def _factors(
+    group: dict[str, Any], alike: list[tuple[float, list[int]]], count: int
+) -> list[float]:
+    """The factor of each direction of a move; ``alike``: as ``_move`` has it."""
+    factors = [0.0] * count
+    for ratio, indices in alike:
+        for index in indices:
+            factors[index] = -float(group["lr"]) * ratio
+    return factors
+
+
 def _size_of(batches: list[_Together]) -> int:
     """The elements of the weights of batches."""
     return sum(p.numel() for batch in batches for p in batch.weights)
+
+
+def _takes_batches_of(group: dict[str, Any], device: torch.device, dtype: torch.dtype) -> bool:
+    """Returns whether the native engine and passes step batches of these weights together.
+
+    On a CPU cautious decay is not in the pass that writes averages and weights in one call.
+    """
+    if device.type == "cpu" and group.get("cautious_decay"):
+        return False
+    return takes_batches_of(device, dtype, group.get("ns_dtype"), ns_dtype_of(group, device))
+
+
+def _most_together(device: torch.device) -> int:
+    """The most elements that the native engine takes together."""
+    if device.type != "cpu":
+        return AT_ONCE
+    return min(_most_at_once(device), torch.get_num_threads() * _AT_ONCE_OF_THREAD)
 
 
 def _most_at_once(device: torch.device) -> int:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from fusedstep._matrix.newton_schulz import Chain, Scratch, Step, has_engine
-from fusedstep._matrix.passes import average_into, normalize_into, take_sums
+from fusedstep._matrix.passes import average_into, normalize_into, take_sums, updates_into
 from fusedstep._step.plan import same
 
 #: The number of the matrices of a weight, and their rows and columns.
 Form = tuple[int, int, int]
 
-#: Elements that go through the products together at most: their two copies have 0.5 GB.
+#: Elements that go through the products of a GPU together at most: their two copies have 0.5 GB.
 AT_ONCE = 1 << 27
 
 #: By the dtypes of weights and of products that a group asks for: the dtype of updates. One of 16
@@ -38,8 +38,17 @@ _UPDATES = {
 }
 
 
-def takes_batches_of(device: torch.device) -> bool:
-    """Returns whether the native engine and passes step batches of a device together: a GPU's."""
+def takes_batches_of(
+    device: torch.device, weights: torch.dtype, asked: torch.dtype | None, products: torch.dtype
+) -> bool:
+    """Returns whether the native engine and passes step batches of a device together.
+
+    Those of a CPU if updates and products are bfloat16. ``asked``: the dtype of products that a
+    group asks for; ``products``: the dtype that they have.
+    """
+    if device.type == "cpu":
+        is_bfloat16 = products is updates_dtype(weights, asked) is torch.bfloat16
+        return is_bfloat16 and has_engine(device)
     return device.type == "cuda" and has_engine(device)
 
 
@@ -103,11 +112,12 @@ class ChainedBatches:
         pieces = flat.split([math.prod(batch) for batch in self._batches])
         return [piece.view(batch) for piece, batch in zip(pieces, self._batches, strict=True)]
 
-    def average(
+    def update(
         self, averages: list[Tensor], grads: list[Tensor], share: float, lead: float
     ) -> None:
-        """Takes a share of gradients into averages, and writes the updates."""
-        average_into(averages, grads, self._updates, share, lead)
+        """Writes the updates. On a GPU, takes a share of gradients into averages."""
+        write = updates_into if self._device.type == "cpu" else average_into
+        write(averages, grads, self._updates, share, lead)
 
     def orthogonalize(self, eps: float, adds_eps: bool) -> list[Tensor]:
         """Iterates on the updates. Returns the result of each weight, in the weight's shape."""

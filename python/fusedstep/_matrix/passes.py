@@ -1,4 +1,4 @@
-"""The passes of a step around its matrix products, in one native pass each: on a GPU.
+"""The passes of a step around its matrix products, in one native pass each.
 
 Their bits are those of torch's operations one by one.
 """
@@ -25,18 +25,34 @@ _PRODUCTS = {
 
 
 def are_taken(weights: list[Tensor], averages: list[Tensor], grads: list[Tensor]) -> bool:
-    """Returns whether native passes take these tensors, of one dtype and device."""
+    """Returns whether native passes take the tensors of a batch that is stepped by itself.
+
+    A GPU's: on a CPU its products may lack memory when averages have been written.
+    """
+    return weights[0].is_cuda and have_passes(weights, averages, grads)
+
+
+def have_passes(weights: list[Tensor], averages: list[Tensor], grads: list[Tensor]) -> bool:
+    """Returns whether there are native passes over these tensors, of one dtype and device.
+
+    Gradients on a CPU may lie otherwise than passes take them: ``in_order`` copies these.
+    """
     first = weights[0]
     return (
-        first.is_cuda
-        and not torch._C._len_torch_dispatch_stack()
+        (first.is_cpu or (first.is_cuda and not torch._C._len_torch_dispatch_stack()))
         and first.dtype in ops.DTYPES
-        and not ops.missing_on("cuda")
+        and not ops.missing_on(first.device.type)
+        and all(type(each) in _PLAIN for each in chain(weights, averages, grads))
         and all(
-            type(each) in _PLAIN and each.is_contiguous() and not each.is_neg()
-            for each in chain(weights, averages, grads)
+            each.is_contiguous() and not each.is_neg()
+            for each in chain(weights, averages, () if first.is_cpu else grads)
         )
     )
+
+
+def in_order(tensors: list[Tensor]) -> list[Tensor]:
+    """Tensors as passes take them: copies of those that lie otherwise."""
+    return [each.resolve_neg().contiguous() for each in tensors]
 
 
 def has_pass(weights: torch.dtype, products: torch.dtype) -> bool:
@@ -60,6 +76,18 @@ def average_into(
     increment_version(averages)
 
 
+def updates_into(
+    averages: list[Tensor],
+    grads: list[Tensor],
+    updates: Sequence[Tensor],
+    share: float,
+    lead: float,
+) -> None:
+    """Writes the updates of ``average_into`` on a CPU, and leaves the averages as they are."""
+    run = torch.ops.fusedstep.updates_into.default
+    run(averages, grads, updates, share, lead, lead != 1)
+
+
 def take_sums(x: list[Tensor], scratch: Scratch) -> Tensor:
     """Memory for the sums of squares of batches ``[B, M, N]``, as ``normalize_into`` needs it."""
     size = torch.ops.fusedstep.normalize_sums.default(x)
@@ -81,4 +109,23 @@ def decay_and_add(
 ) -> None:
     """Multiplies weights by a number, and adds directions times their factors."""
     torch.ops.fusedstep.decay_and_add.default(weights, directions, keep, factors)
+    increment_version(weights)
+
+
+def advance_and_move(
+    averages: list[Tensor],
+    grads: list[Tensor],
+    weights: list[Tensor],
+    directions: Sequence[Tensor],
+    share: float,
+    keep: float,
+    factors: list[float],
+) -> None:
+    """Takes a share of gradients into averages, and moves weights as ``decay_and_add``: on a CPU.
+
+    It is one call, which finds all of its memory before it writes.
+    """
+    run = torch.ops.fusedstep.advance_and_move.default
+    run(averages, grads, weights, directions, share, keep, factors)
+    increment_version(averages)
     increment_version(weights)
