@@ -2,6 +2,8 @@
 // normalize_into and decay_and_add on a device; updates_into, normalize_into and advance_and_move on the CPU,
 // where the products may lack memory, and nothing is written before they are done.
 #include <algorithm>
+#include <array>
+#include <cmath>
 #include <span>
 #include <string>
 #include <vector>
@@ -63,6 +65,15 @@ class Operands {
   std::vector<int64_t> counts_;
 };
 
+// Refuses numbers beyond the range of the maths, as torch's operations do.
+void check_range(DType stored, std::span<const double> numbers) {
+  const auto fits = [](double number) {
+    return !std::isfinite(number) || std::isfinite(static_cast<float>(number));
+  };
+  check(stored == DType::kDouble || std::ranges::all_of(numbers, fits),
+        "value cannot be converted to type float without overflow");
+}
+
 // Both kinds of device: on the CPU the averages stay as they are.
 void updates_into(const Tensors& averages, const Tensors& grads, const Tensors& updates, double share,
                   double lead, bool leads) {
@@ -79,7 +90,10 @@ void updates_into(const Tensors& averages, const Tensors& grads, const Tensors& 
   }
   const PassFormat format = format_of(average.dtype(), update.dtype());
   const AverageOptions options{share, lead, leads};
-  if (first.device == kHost) return write_updates(format, tensors, options, num_threads());
+  if (first.device == kHost) {
+    check_range(average.dtype(), std::array{share, lead});
+    return write_updates(format, tensors, options, num_threads());
+  }
   device_passes().average(first.device, format, tensors, options);
 }
 
@@ -108,6 +122,8 @@ void advance_and_move(const Tensors& averages, const Tensors& grads, const Tenso
   for (const Operands* each : {&average, &grad, &direction}) each->check_is_of(weight);
   check(average.dtype() == weight.dtype() && grad.dtype() == weight.dtype(),
         "weights, averages and gradients must have one dtype");
+  check_range(weight.dtype(), std::array{share, keep});
+  check_range(weight.dtype(), factors);
   std::vector<AdvanceTensor> tensors;
   for (size_t i = 0; i < weights.size(); ++i) {
     tensors.push_back(

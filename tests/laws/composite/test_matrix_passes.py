@@ -366,3 +366,8 @@ def test_operands_on_a_cpu_that_do_not_fit_are_refused():
         move(ones, ones, ones, [ones[0][:2]], 0.1, 1.0, [1.0])
     with pytest.raises(RuntimeError, match="a factor for each"):
         move(ones, ones, ones, ones, 0.1, 1.0, [])
+    for numbers in ((1e300, 1.0, [1.0]), (0.1, 1e300, [1.0]), (0.1, 1.0, [-1e300])):
+        with pytest.raises(RuntimeError, match="without overflow"):
+            move(ones, ones, ones, ones, *numbers)
+    with pytest.raises(RuntimeError, match="without overflow"):
+        update(ones, ones, ones, 0.1, 1e300, True)
