@@ -90,7 +90,8 @@ void advance(const AdvanceTensor& tensor, const AdvanceOptions& options, int64_t
   body.direction = static_cast<const Product*>(tensor.direction);
   body.share = static_cast<typename decltype(body)::T>(options.share);
   body.keep = static_cast<typename decltype(body)::T>(options.keep);
-  body.factor = static_cast<typename decltype(body)::T>(tensor.factor);
+  // A CPU's operation on a weight takes a factor in the weight's dtype.
+  body.factor = rounded<Stored>(static_cast<typename decltype(body)::T>(tensor.factor));
   run_over(body, begin, end);
 }
 

@@ -1,6 +1,5 @@
 // The passes around the matrix products of a step: what is compiled once for each instruction set, behind a
-// table of functions. Each value is rounded as torch's separate operations round it; a multiplication and its
-// addition are one fused operation.
+// table of functions. Each value is rounded as torch's separate operations on a CPU round it.
 #pragma once
 #include <cstdint>
 

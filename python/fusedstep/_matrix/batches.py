@@ -49,6 +49,8 @@ from fusedstep._matrix.passes import (
     has_pass,
     have_passes,
     in_order,
+    normalize_into,
+    take_sums,
 )
 from fusedstep._sharding.dtensor import is_dtensor, local
 from fusedstep._sharding.exchange import (
@@ -494,6 +496,15 @@ class MatrixBatches(ImperativeTwin):
                 return update
             return self._scratch.take("matrices", update.shape, dtype, device).copy_(update)
 
+        steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
+        kinds = update.dtype, None, dtype
+        if type(update) is Tensor and update.is_cpu and takes_batches_of(device, *kinds):
+            x = narrowed()  # as in a step of batches together
+            if x.numel():
+                eps, adds_eps = float(group["eps"]), bool(group.get("adds_eps"))
+                normalize_into([x], [x], take_sums([x], self._scratch), eps, adds_eps)
+            return orthogonalize(x, steps, self._scratch)
+
         # Norms and quotients of narrow numbers take half the bytes; a CPU would widen them.
         is_wide = update.is_cpu or update.dtype is torch.float64 or not keeps_range(dtype)
         x = update if is_wide else narrowed()
@@ -501,7 +512,6 @@ class MatrixBatches(ImperativeTwin):
         norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=norm_dtype(x) or of)
         x.div_(to_divisors(group, norms))
         x = narrowed() if is_wide else x
-        steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
         return orthogonalize(x, steps, self._scratch)
 
     def _rooms(

@@ -159,11 +159,15 @@ def test_native_passes_have_the_bits_of_torchs_operations(device, dtype, product
     for a, b in zip(found, updates, strict=True):
         assert a.equal(b.to(product))
 
-    # Numbers are not rounded to 16 bits, as a CPU's operations on 16 bits would round them.
-    wide = torch.promote_types(dtype, torch.float32) if device == "cpu" else dtype
-    expected = [each.to(wide) for each in weights]
-    expected = [each.to(dtype).to(wide) for each in torch._foreach_mul(expected, 0.998)]
-    torch._foreach_add_(expected, [each.to(wide) for each in found], alpha=-0.02)
+    expected = [each.clone() for each in weights]
+    keep = torch.tensor(0.998, dtype=torch.promote_types(dtype, torch.float32))
+    torch._foreach_mul_(expected, keep if device == "cpu" else 0.998)
+    factor, directions = -0.02, [each.to(dtype) for each in found]
+    if device == "cpu" and dtype.itemsize == 2:
+        # As a CPU's operations but for the last elements of a thread, whose products they round.
+        factor = torch.tensor(factor, dtype=dtype).item()
+        expected, directions = ([each.float() for each in x] for x in (expected, directions))
+    torch._foreach_add_(expected, directions, alpha=factor)
     move, factors = torch.ops.fusedstep, [-0.02] * len(weights)
     if device == "cpu":
         move.advance_and_move(averages, grads, weights, found, 0.05, 0.998, factors)
