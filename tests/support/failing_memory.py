@@ -329,7 +329,8 @@ def subjects() -> list[tuple[Case | Composite, str, Scenario]]:
     tensors = OF_COMPOSED["two groups clipped"]._replace(kinds=(TENSORS, LIMIT))
     rows += [(case, "two groups clipped", tensors) for case in UNFUSED]
     beside = OF_COMPOSED["repeated"]._replace(kinds=(TENSORS,), is_alone=False, repeats=())
-    names = ("muon", "came", "galore, split", "musgd, unfused")
+    # Those whose step allocates between two of its parts on every CPU.
+    names = ("muon, int8", "came", "galore, split", "musgd, unfused")
     return rows + [(case, "beside others", beside) for case in COMPOSED if case.name in names]
 
 
