@@ -7,14 +7,14 @@
 
 namespace fusedstep::cpu {
 
-// Over elements [begin, end) of a tensor. The first writes updates alone, the second averages and weights:
-// what may fail is between the two.
+// Kernels over elements [begin, end) of a tensor. `update` writes updates alone. `advance` writes averages
+// and weights, after the products: products may lack memory, and leave averages and weights unchanged then.
 struct PassKernels {
   void (*update)(const PassTensor&, const AverageOptions&, int64_t begin, int64_t end);
   void (*advance)(const AdvanceTensor&, const AdvanceOptions&, int64_t begin, int64_t end);
 };
 
-// Over elements [begin, end) of matrices. The order of a sum is the same on every instruction set.
+// Kernels over elements [begin, end) of matrices. The order of a sum is the same on every instruction set.
 struct NormKernels {
   float (*sum_squares)(const NormTensor&, int64_t begin, int64_t end);
   void (*divide)(const NormTensor&, float divisor, int64_t begin, int64_t end);

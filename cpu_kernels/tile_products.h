@@ -16,8 +16,8 @@ struct Panel {
   int64_t stride;
 };
 
-// The products of a block run over so many tiles before those of the next block do, which shares one of the
-// two panels: it is still in the first-level cache then, even where two threads share a core.
+// A block adds up the products of so many tiles before the next block of the square begins. The two blocks
+// share a panel, which is still in the first-level cache then, even where two threads share a core.
 #if defined(__AMX_BF16__)
 inline constexpr int64_t kDepthAtOnce = 4;
 #else

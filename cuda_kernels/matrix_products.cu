@@ -90,7 +90,7 @@ __device__ __forceinline__ void copy_operand(std::byte* to, const CUtensorMap& f
   }
 }
 
-// Copies what a tile needs, whenever a stage is empty.
+// The work of the warp that copies: it fills empty stages with the operands of a tile.
 class Copies {
  public:
   __device__ __forceinline__ Copies(std::byte* stages, Pipeline& pipeline)
@@ -173,7 +173,7 @@ __device__ __forceinline__ void multiply_all(const MatrixProduct& product, int g
     } else {
       multiply<T, ProductForm::kColumnsColumns>(operands, group, part > 0, sums);
     }
-    // The products of the stage before are over, those of this one may be under way.
+    // The products of the previous stage are complete. The products of this stage may still run.
     wait_for_products<1>();
     if (before >= 0) arrive_once(pipeline.empty[before]);
     before = at.stage;
@@ -280,8 +280,8 @@ class Stores {
     }
     end(to, column, row, matrix, box);
   }
-  // A box on the diagonal of a symmetric result: what is above is that below, to the last bit. Products take
-  // the rows of such a matrix for its columns.
+  // Stores a box on the diagonal of a symmetric result. Elements above the diagonal get the bits of the
+  // elements below, because products take the rows of a symmetric matrix for its columns.
   __device__ __forceinline__ void mirrored(const CUtensorMap& to, int first, int matrix, const Place& place,
                                            const float (&part)[kPart]) {
     std::byte* const box = begin();

@@ -53,7 +53,7 @@ struct ProductLaunch {
 };
 static_assert(sizeof(ProductLaunch) <= 32000);
 
-// Returns whether a GPU has the instructions of these kernels: those of compute capability 9.0.
+// Returns whether a GPU has the instructions that these kernels use: its compute capability is 9.0 then.
 bool has_matrix_products(int device);
 // Products of bfloat16 or float16 numbers; sums are float32.
 void launch_products(const ProductLaunch& launch, bool is_bfloat16, int device);

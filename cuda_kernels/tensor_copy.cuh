@@ -60,7 +60,7 @@ template <int kLeft>
 __device__ __forceinline__ void wait_for_stores() {
   asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kLeft) : "memory");
 }
-// Shows copies what this thread has written to shared memory.
+// Makes this thread's writes to shared memory visible to bulk copies.
 __device__ __forceinline__ void show_to_copies() {
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 }

@@ -2,7 +2,8 @@
 
     python bench/probes/muon.py --device cuda --json OUT.json
 
-They are those of GPT-2 124 M; ``--width 2048 --layers 24`` are those of a model of 1.3 B.
+The default matrices are of GPT-2 124 M. ``--width 2048 --layers 24`` times the matrices of a model
+of 1.3 B.
 
 The products alone are those of the iteration on matrices that lie together already: no momentum, no
 decay, no copies. MuSGD is timed beside its ``fused=False``, which steps weight by weight as the

@@ -41,7 +41,7 @@ struct Chains {
   std::vector<ChainBatch> batches;
   std::vector<std::vector<ChainProduct>> products;
 
-  // `numbers` are a, b and c of each step, `ends` those of all batches.
+  // `numbers`: a, b and c of each step. `ends`: a bool for each step of each batch.
   Chains(const std::vector<TensorView>& x, const std::vector<double>& numbers,
          const std::vector<bool>& ends) {
     const size_t count = numbers.size() / kCoefficients;

@@ -16,8 +16,8 @@ constexpr int64_t kPacked = 1024, kMultiplied = 128;
 // more threads: a stage has large ones where each thread gets so many.
 constexpr int64_t kLarge = cpu::kMostSquareBlocks, kSmall = 2, kLargeForEach = 8;
 
-// The squares of a task, in an order in which neighbours have operands in common: those of a whole matrix go
-// down its columns, those of a symmetric one along its rows, up to the diagonal.
+// The squares of a task, in an order in which neighbours have operands in common: down the columns of a
+// whole matrix, and along the rows of a symmetric matrix up to the diagonal.
 template <class Use>
 void each_square(const ProductChain::Task& task, int64_t side, Use use) {
   const auto sides = [&](const auto& known) { return std::pair(known.rows, known.columns); };

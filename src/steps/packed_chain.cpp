@@ -15,8 +15,8 @@ constexpr int64_t kAlignment = 64;
 
 int64_t blocks_of(int64_t side) { return (side + cpu::kBlockSide - 1) / cpu::kBlockSide; }
 
-// The forms that products read an operand in. All matrices are those of the short by the long side: the
-// transposes of tall ones.
+// The forms that products read an operand in. All matrices have the short side by the long side: tall
+// matrices are transposed.
 struct Forms {
   bool left = false, right = false, transposed_right = false;
 };

@@ -7,7 +7,7 @@ Q of all polynomials, and one product ``Q X`` follows. It has fewer operations f
 but A has the squares of the singular values, and a rounding that makes a small one negative grows
 from step to step. So after a run of two or three steps Q is multiplied by X, and A computed anew.
 
-Products are those of torch's library, or of the native engine where a device has one.
+torch's library computes the products, or the native engine on a device that has one.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _SAFETY = 1.01
 #: float16 (0.82) err 25 times as much as a first run, and twice as much after two other steps.
 _RUN, _GROWN, _GROWN_LATER = 3, 0.6, 0.9
 
-#: Operations of a product whose result is symmetric, beside those of the whole: the native engine
+#: The share of its operations that a product with a symmetric result takes: the native engine
 #: computes one triangle, and the tiles of the diagonal.
 _TRIANGLE = 0.55
 
@@ -177,7 +177,7 @@ def takes_gram_form(
 
     float32 has to be that: where products round it to fewer bits, as
     ``torch.set_float32_matmul_precision`` allows, the usual form is taken. ``symmetric``: the
-    operations of a product with a symmetric result, beside those of the whole.
+    share of its operations that a product with a symmetric result takes.
     """
     if dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return False

@@ -110,7 +110,7 @@ def add_up(parts: list[tuple[Cut, Tensor]]) -> Pass:
 
 
 def add_up_norms(parts: list[tuple[Cut | None, Tensor]]) -> Pass:
-    """Makes norms of parts those of the whole, in place. Those without a cut are of the whole."""
+    """Replaces norms of parts by norms of the whole. A norm without a cut is of the whole."""
     cuts = [(cut, norm) for cut, norm in parts if cut is not None]
     if not cuts:
         return
