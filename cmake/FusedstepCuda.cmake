@@ -89,16 +89,19 @@ function(fusedstep_cuda_library TARGET)
     set_target_properties(fusedstep_cuda_projected_${rule} PROPERTIES CUDA_ARCHITECTURES 90a-real)
     list(APPEND objects $<TARGET_OBJECTS:fusedstep_cuda_projected_${rule}>)
   endforeach()
-  fusedstep_cuda_objects(fusedstep_cuda_matrix_products "${kernels}/matrix_products.cu")
-  set_target_properties(fusedstep_cuda_matrix_products PROPERTIES CUDA_ARCHITECTURES 90a-real)
-  list(APPEND objects $<TARGET_OBJECTS:fusedstep_cuda_matrix_products>)
+  foreach(products low_rank_products matrix_products)
+    fusedstep_cuda_objects(fusedstep_cuda_${products} "${kernels}/${products}.cu")
+    set_target_properties(fusedstep_cuda_${products} PROPERTIES CUDA_ARCHITECTURES 90a-real)
+    list(APPEND objects $<TARGET_OBJECTS:fusedstep_cuda_${products}>)
+  endforeach()
 
   # A CUDA runtime of its own, of which nothing is seen outside: torch's may be of another version. The driver keeps what
   # the two have in common, as the current device and streams.
   add_library(
     ${TARGET} SHARED
-    ${objects} src/cuda/code_table.cpp src/cuda/cuda_factored.cpp src/cuda/cuda_matrix_chains.cpp
-    src/cuda/cuda_matrix_passes.cpp src/cuda/cuda_plan.cpp src/cuda/cuda_projected.cpp src/cuda/device_tables.cpp src/cuda/memory.cpp src/cuda/versions.cpp)
+    ${objects} src/cuda/code_table.cpp src/cuda/cuda_factored.cpp src/cuda/cuda_low_rank_products.cpp
+    src/cuda/cuda_matrix_chains.cpp src/cuda/cuda_matrix_passes.cpp src/cuda/cuda_plan.cpp src/cuda/cuda_projected.cpp
+    src/cuda/device_tables.cpp src/cuda/memory.cpp src/cuda/versions.cpp)
   list(TRANSFORM FUSEDSTEP_PROJECTED_RULES REPLACE "(.+)" "FUSEDSTEP_CASE(\\1)" OUTPUT_VARIABLE cases)
   list(JOIN cases " " cases)
   set_source_files_properties(src/cuda/cuda_projected.cpp PROPERTIES COMPILE_DEFINITIONS "FUSEDSTEP_PROJECTED_CASES=${cases}")

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cuda_kernels/kernel_table.h"
+#include "src/core/product_form.h"
 
 namespace fusedstep::cuda {
 
@@ -12,13 +13,6 @@ namespace fusedstep::cuda {
 constexpr int kTileRows = 128, kTileColumns = 256;
 // Tensor maps describe boxes of so many rows and columns, swizzled by 128 bytes.
 constexpr int kProductBox = 64;
-
-// How the operands of A B lie in memory.
-enum class ProductForm : uint8_t {
-  kRowsRows,        // A by rows, and B' by rows: X X', or a symmetric B
-  kRowsColumns,     // A by rows, and B by rows: S X
-  kColumnsColumns,  // A' by rows, and B by rows: X' X
-};
 
 // C = alpha A B + beta D for a batch of matrices. C may be D, and neither A nor B.
 struct MatrixProduct {

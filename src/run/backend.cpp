@@ -16,6 +16,7 @@ DeviceFactoredStepFactory factored_step_factory = nullptr;
 ProjectedStep projected_step_taker = nullptr;
 DevicePasses passes{};
 DeviceChains chains{};
+LowRankProducts low_rank_taker = nullptr;
 
 // Loads the library beside this one, which registers itself. Returns the error, or nothing.
 std::string load_cuda() {
@@ -47,6 +48,7 @@ void register_cuda_factored(DeviceFactoredStepFactory factory) { factored_step_f
 void register_cuda_projected(ProjectedStep step) { projected_step_taker = step; }
 void register_cuda_passes(DevicePasses those) { passes = those; }
 void register_cuda_chains(DeviceChains those) { chains = those; }
+void register_cuda_low_rank_products(LowRankProducts products) { low_rank_taker = products; }
 
 std::unique_ptr<DevicePlan> new_device_plan(int device) { return loaded(plan_factory)(device); }
 
@@ -67,6 +69,10 @@ const DevicePasses& device_passes() {
 const DeviceChains& device_chains() {
   loaded(chains.run);
   return chains;
+}
+
+bool low_rank_products(int device, std::span<const LowRankProduct> products, bool in_two) {
+  return loaded(low_rank_taker)(device, products, in_two);
 }
 
 }  // namespace fusedstep

@@ -7,6 +7,7 @@
 #include <span>
 
 #include "fusedstep/isa.h"
+#include "src/core/low_rank_product.h"
 #include "src/core/matrix_chain.h"
 #include "src/core/matrix_passes.h"
 #include "src/steps/factored.h"
@@ -74,6 +75,11 @@ struct DeviceChains {
   void (*run)(int device, bool is_bfloat16, std::span<const ChainBatch> batches, std::byte* workspace);
 };
 
+// Takes products of many shapes on a device, in TF32 or `in_two` parts of TF32 for float32's accuracy.
+// Returns false, and takes none, where torch's products are as good: on other GPUs, for addresses or sides
+// that are no multiples of 16 bytes, and for products that are few or long.
+using LowRankProducts = bool (*)(int device, std::span<const LowRankProduct> products, bool in_two);
+
 using DeviceFactoredStepFactory = std::unique_ptr<DeviceFactoredStep> (*)(
     int device, std::span<const FactoredTensor> tensors, const FactoredOptions& options, FactoredPart part);
 using DevicePlanFactory = std::unique_ptr<DevicePlan> (*)(int device);
@@ -84,6 +90,7 @@ FUSEDSTEP_API void register_cuda_factored(DeviceFactoredStepFactory factory);
 FUSEDSTEP_API void register_cuda_projected(ProjectedStep step);
 FUSEDSTEP_API void register_cuda_passes(DevicePasses passes);
 FUSEDSTEP_API void register_cuda_chains(DeviceChains chains);
+FUSEDSTEP_API void register_cuda_low_rank_products(LowRankProducts products);
 // These throw std::runtime_error if there is no such library in the process.
 std::unique_ptr<DevicePlan> new_device_plan(int device);
 std::unique_ptr<DeviceFactoredStep> new_factored_step(int device, std::span<const FactoredTensor> tensors,
@@ -91,5 +98,6 @@ std::unique_ptr<DeviceFactoredStep> new_factored_step(int device, std::span<cons
 void projected_step(int device, const BoundRule& rule, double step, const ProjectedTensor& tensor);
 const DevicePasses& device_passes();
 const DeviceChains& device_chains();
+bool low_rank_products(int device, std::span<const LowRankProduct> products, bool in_two);
 
 }  // namespace fusedstep

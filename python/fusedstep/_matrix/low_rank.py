@@ -210,13 +210,24 @@ class LowRankSteps(LowRankGroups):
     def _project(self, item: Work, factor: float, failed: list[RuntimeError]) -> None:
         """Makes the low-rank gradients of a group, but for weights where that has ``failed``."""
         scratch = self._scratch_of(item)
+        together: dict[int, Tensor] = {}
         for index, (weight, grad) in enumerate(item.pairs()):
             try:
                 bases = self._bases_of_step(item.group, weight, grad, scratch, index)
                 if scratch:
-                    scratch.project(index, as_matrix(local(grad)), bases, factor)
+                    scratch.set_bases(index, bases)
+                    matrix = as_matrix(local(grad))
+                    if matrix.data_ptr() == local(grad).data_ptr():
+                        together[index] = matrix
+                    else:  # a copy, of which there is one at a time
+                        scratch.project({index: matrix}, factor)
             except RuntimeError as error:
                 # Raised later: other processes are already in the collective that comes first.
+                failed.append(error)
+        if scratch and together:
+            try:
+                scratch.project(together, factor)
+            except RuntimeError as error:
                 failed.append(error)
 
     def _bases_of_step(

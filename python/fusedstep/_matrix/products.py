@@ -1,4 +1,4 @@
-"""Matrix products of a step into memory that is there: torch's, and so the library's of a device.
+"""Matrix products of a step into memory that is there: torch's, or for many matrices native ones.
 
 ``bases`` has a basis by the name of its side (``_matrix/projection.py``).
 """
@@ -45,13 +45,43 @@ def project(
     if out is None:
         out = grad.new_empty(_low_shape(grad, bases))
     if len(bases) == 1:
-        if LEFT in bases:
-            return product(bases[LEFT].t(), grad, out, factor)
-        return product(grad, bases[RIGHT].t(), out, factor)
+        return product(*_projection(grad, bases), out, factor)
     half = _half(bases, between)
     if _left_first(bases):
         return product(product(bases[LEFT].t(), grad, half), bases[RIGHT].t(), out, factor)
     return product(bases[LEFT].t(), product(grad, bases[RIGHT].t(), half), out, factor)
+
+
+def project_all(
+    grads: list[Tensor],
+    bases: list[dict[str, Tensor]],
+    out: list[Tensor],
+    between: Tensor | None,
+    factor: float,
+) -> None:
+    """Writes the low-rank gradients of a list times a factor, in one launch where a GPU has it."""
+    if all(len(of_one) == 1 for of_one in bases):
+        pairs = [_projection(grad, of_one) for grad, of_one in zip(grads, bases, strict=True)]
+        if _take_together(pairs, out, [factor] * len(out), [0.0] * len(out)):
+            return
+    for grad, of_one, low in zip(grads, bases, out, strict=True):
+        project(grad, of_one, low, between, factor)
+
+
+def _projection(grad: Tensor, bases: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The factors of a product that projects a gradient from one side."""
+    return (bases[LEFT].t(), grad) if LEFT in bases else (grad, bases[RIGHT].t())
+
+
+def _take_together(
+    pairs: list[tuple[Tensor, Tensor]], out: list[Tensor], alpha: list[float], beta: list[float]
+) -> bool:
+    """Takes ``out = alpha * a @ b + beta * out`` of all pairs, or returns False and takes none."""
+    if not (out[0].is_cuda and all(x.dtype is torch.float32 for x in out)):
+        return False
+    a, b = (list(factors) for factors in zip(*pairs, strict=True))
+    is_exact = torch.get_float32_matmul_precision() == "highest"
+    return torch.ops.fusedstep.low_rank_products.default(a, b, out, alpha, beta, is_exact)
 
 
 def in_tf32(matrix: Tensor, count: int) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedstep._matrix.products import project, size_between
+from fusedstep._matrix.products import project_all, size_between
 from fusedstep._native import ops
 from fusedstep._state.states import StateStore
 from fusedstep._step.plan import GradUse, Plan
@@ -87,12 +87,15 @@ class Scratch:
         """The update of a weight in its dtype, when the step has been taken."""
         return (self._narrow or self.updates)[index]
 
-    def project(self, index: int, matrix: Tensor, bases: dict[str, Tensor], factor: float) -> None:
-        """Writes the low-rank gradient times a factor. Bases that are new are those of the step."""
+    def set_bases(self, index: int, bases: dict[str, Tensor]) -> None:
+        """Sets the bases that a weight has in this step."""
         if bases is not self._bases[index]:
-            bases = {side: basis.to(self.dtype) for side, basis in bases.items()}
-            self._new[index] = bases
-        project(matrix, bases, self.low(index), self.between, factor)
+            self._new[index] = {side: basis.to(self.dtype) for side, basis in bases.items()}
+
+    def project(self, matrices: dict[int, Tensor], factor: float) -> None:
+        """Writes the low-rank gradients of weights by index, times a factor."""
+        bases, low = map(self.bases, matrices), map(self.low, matrices)
+        project_all([*matrices.values()], [*bases], [*low], self.between, factor)
 
     def look(self) -> None:
         """Takes one pass over all low-rank gradients, and does not wait for it."""

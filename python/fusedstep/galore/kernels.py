@@ -101,12 +101,12 @@ def _parts(given: Problem) -> Callable[[], None]:
     (side,) = given.state.keys() - {"exp_avg", "exp_avg_sq", "step"}
     bases, low = {side: given.state[side]}, given.state["exp_avg"].shape
     scratch = Scratch([given.weight], [given.state], [low], [{side: bases[side].shape}], ())
-    scratch.project(0, given.grad, bases, 1.0)
+    scratch.set_bases(0, bases)
     scratch.keep_bases(0, bases)
     keep = 1 - group["lr"] * group["weight_decay"]
 
     def step() -> None:
-        scratch.project(0, given.grad, scratch.bases(0), 1.0)
+        scratch.project({0: given.grad}, 1.0)
         scratch.prepare("adam", options)
         step_all([scratch])
         factor = group["lr"] * keep * group["scale"]
