@@ -5,6 +5,7 @@
 
 #include "cpu_kernels/tile_forms.h"
 #include "cpu_kernels/tile_products.h"
+#include "cpu_kernels/wide_products.h"
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 namespace {
@@ -95,7 +96,12 @@ void multiply(const Product& product, const Square& square) {
 
 }  // namespace
 
-const ProductKernels kProducts = {FUSEDSTEP_STRING(FUSEDSTEP_ISA), begin_products, end_products, pack,
-                                  multiply};
+const ProductKernels kProducts = {FUSEDSTEP_STRING(FUSEDSTEP_ISA),
+                                  kOutrunsFloat,
+                                  begin_products,
+                                  end_products,
+                                  pack,
+                                  multiply,
+                                  multiply_wide};
 
 }  // namespace fusedstep::cpu::FUSEDSTEP_ISA

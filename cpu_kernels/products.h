@@ -12,6 +12,8 @@
 #pragma once
 #include <cstdint>
 
+#include "src/core/low_rank_product.h"
+
 namespace fusedstep::cpu {
 
 using BFloat16Bits = uint16_t;
@@ -60,6 +62,15 @@ struct Product {
   bool plain_is_transposed = false;
 };
 
+// A product of float32 matrices, whose numbers are taken as one or two of bfloat16: the nearest, and the
+// nearest of what that leaves. Of the four products of two parts, that of the smaller ones is left out. The
+// result's sides, and the depth, are given in blocks. An infinite number may make NaN.
+struct WideProduct {
+  int64_t rows = 0, columns = 0, depth = 0;
+  LowRankProduct of{};
+  int parts = 1;
+};
+
 // A part of a matrix of a batch, which one thread computes: `rows` by `columns` blocks from block (i, j) on.
 struct Square {
   int64_t matrix, i, j, rows, columns;
@@ -68,11 +79,14 @@ struct Square {
 // The kernels of an instruction set.
 struct ProductKernels {
   const char* isa;
+  // Three products are faster than one of float32.
+  bool outruns_float;
   // Called by each thread before its first product, and after its last.
   void (*begin)();
   void (*end)();
   void (*pack)(const Packing&, const Square&);
   void (*multiply)(const Product&, const Square&);
+  void (*multiply_wide)(const WideProduct&, const Square&);
 };
 
 namespace base {

@@ -52,6 +52,24 @@ inline void load_block(const PlainMatrices& from, int64_t matrix, int64_t i, int
   }
 }
 
+// Takes numbers of a matrix by rows apart: the nearest of bfloat16, and the nearest of what these leave.
+inline void load_parts(const float* from, int64_t stride, Extent has, Block& large, Block& small) {
+  const auto columns = static_cast<uint32_t>((uint64_t{1} << has.columns) - 1);
+  for (int64_t r = 0; r < kBlockSide; ++r, from += stride) {
+    const uint32_t some = r < has.rows ? columns : 0;
+    const __m512 first = _mm512_maskz_loadu_ps(static_cast<__mmask16>(some), from);
+    const __m512 second = _mm512_maskz_loadu_ps(static_cast<__mmask16>(some >> 16), from + kTileSide);
+    const auto nearest = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first));
+    _mm512_store_si512(large.at[r], nearest);
+    const auto left = [&](const __m512& x, __m256i half) {
+      return _mm512_sub_ps(x, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16)));
+    };
+    const __m512 of_first = left(first, _mm512_castsi512_si256(nearest));
+    const __m512 of_second = left(second, _mm512_extracti64x4_epi64(nearest, 1));
+    _mm512_store_si512(small.at[r], reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(of_second, of_first)));
+  }
+}
+
 inline void store_block(const Block& from, const PlainMatrices& to, int64_t matrix, int64_t i, int64_t j) {
   const Extent has = extent_of(to, i, j);
   BFloat16Bits* row = block_of(to, matrix, i, j);
@@ -142,6 +160,18 @@ inline void load_block(const PlainMatrices& from, int64_t matrix, int64_t i, int
   const BFloat16Bits* row = block_of(from, matrix, i, j);
   std::memset(&to, 0, sizeof to);
   for (int64_t r = 0; r < has.rows; ++r) std::copy_n(row + r * from.columns, has.columns, to.at[r]);
+}
+
+inline void load_parts(const float* from, int64_t stride, Extent has, Block& large, Block& small) {
+  std::memset(&large, 0, sizeof large);
+  std::memset(&small, 0, sizeof small);
+  for (int64_t r = 0; r < has.rows; ++r) {
+    for (int64_t c = 0; c < has.columns; ++c) {
+      const float x = from[r * stride + c];
+      large.at[r][c] = rounded(x);
+      small.at[r][c] = rounded(x - widened(large.at[r][c]));
+    }
+  }
 }
 
 inline void store_block(const Block& from, const PlainMatrices& to, int64_t matrix, int64_t i, int64_t j) {

@@ -20,8 +20,10 @@ struct Panel {
 // share a panel, which is still in the first-level cache then, even where two threads share a core.
 #if defined(__AMX_BF16__)
 inline constexpr int64_t kDepthAtOnce = 4;
+inline constexpr bool kOutrunsFloat = true;
 #else
 inline constexpr int64_t kDepthAtOnce = 8;
+inline constexpr bool kOutrunsFloat = false;
 #endif
 
 #if defined(__AMX_BF16__)

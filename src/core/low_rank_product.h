@@ -6,6 +6,13 @@
 
 namespace fusedstep {
 
+// What a product may round its operands to, in the words of torch.set_float32_matmul_precision.
+enum class ProductPrecision : uint8_t {
+  kHighest,  // as exact as sums of float32
+  kHigh,     // TF32, or two parts of bfloat16
+  kMedium,   // TF32, or bfloat16
+};
+
 // C = alpha A B + beta C, of float32 numbers. Strides are from one row in memory to the next. With a beta of
 // 0 nothing is read of C.
 struct LowRankProduct {

@@ -38,7 +38,7 @@ bool is_short(const LowRankProduct& product) {
   return double{1} * product.rows * product.columns * product.depth < kLongProduct;
 }
 
-bool are_taken(int device, std::span<const LowRankProduct> products, bool in_two) {
+bool are_taken(int device, std::span<const LowRankProduct> products, ProductPrecision precision) {
   if (!has_matrix_products(device) ||
       !std::ranges::all_of(products, [](const LowRankProduct& product) { return is_in_words(product); })) {
     return false;
@@ -49,12 +49,13 @@ bool are_taken(int device, std::span<const LowRankProduct> products, bool in_two
   int64_t tiles = 0;
   for (const LowRankProduct& product : products) tiles += tiles_of(product);
   // Each tile is of one block: with fewer than these half of the device would wait.
-  return 2 * tiles >= multiprocessors && (in_two || std::ranges::all_of(products, is_short));
+  return 2 * tiles >= multiprocessors &&
+         (precision == ProductPrecision::kHighest || std::ranges::all_of(products, is_short));
 }
 
-bool take(int device, std::span<const LowRankProduct> products, bool in_two) {
+bool take(int device, std::span<const LowRankProduct> products, ProductPrecision precision) {
   const DeviceGuard guard(device);
-  if (!are_taken(device, products, in_two)) return false;
+  if (!are_taken(device, products, precision)) return false;
   LowRankLaunch launch{};
   launch.queue.stream = current_stream(device);
   for (size_t first = 0; first < products.size(); first += LowRankLaunch::kMostProducts) {
@@ -67,7 +68,7 @@ bool take(int device, std::span<const LowRankProduct> products, bool in_two) {
                                          launch.tiles};
       launch.tiles += tiles_of(product);
     }
-    launch_low_rank_products(launch, in_two);
+    launch_low_rank_products(launch, precision == ProductPrecision::kHighest);
   }
   check(cudaGetLastError(), "launching products, or in a kernel before them");
   return true;

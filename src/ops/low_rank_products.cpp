@@ -6,6 +6,7 @@
 
 #include "src/ops/native_plan.h"
 #include "src/run/backend.h"
+#include "src/steps/low_rank_products.h"
 
 namespace fusedstep::ops {
 namespace {
@@ -46,11 +47,13 @@ bool find_form(const Matrix& a, const Matrix& b, const Matrix& c, ProductForm& f
   return true;
 }
 
-bool take_low_rank_products(const Tensors& a, const Tensors& b, const Tensors& c,
-                            const std::vector<double>& alpha, const std::vector<double>& beta, bool in_two) {
+bool multiply(const Tensors& a, const Tensors& b, const Tensors& c, const std::vector<double>& alpha,
+              const std::vector<double>& beta, int64_t precision) {
   const size_t count = a.size();
   check(b.size() == count && c.size() == count && alpha.size() == count && beta.size() == count,
         "there must be as many of each operand and factor");
+  check(precision >= 0 && precision <= static_cast<int64_t>(ProductPrecision::kMedium),
+        "precision must be 0 (highest), 1 (high) or 2 (medium)");
   if (count == 0) return true;
   const int device = view(c[0], "c").device;
   std::vector<LowRankProduct> products;
@@ -75,18 +78,19 @@ bool take_low_rank_products(const Tensors& a, const Tensors& b, const Tensors& c
     product.beta = static_cast<float>(beta[i]);
     products.push_back(product);
   }
-  return are_taken && low_rank_products(device, products, in_two);
+  if (!are_taken) return false;
+  const auto known = static_cast<ProductPrecision>(precision);
+  return device == kHost ? take_low_rank_products(products, known, num_threads())
+                         : low_rank_products(device, products, known);
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
   m.def(
-      "low_rank_products(Tensor[] a, Tensor[] b, Tensor(a!)[] c, float[] alpha, float[] beta, bool in_two) "
-      "-> "
-      "bool");
+      "low_rank_products(Tensor[] a, Tensor[] b, Tensor(a!)[] c, float[] alpha, float[] beta, "
+      "int precision) -> bool");
 }
-STABLE_TORCH_LIBRARY_IMPL(fusedstep, CUDA, m) {
-  m.impl("low_rank_products", TORCH_BOX(&take_low_rank_products));
-}
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) { m.impl("low_rank_products", TORCH_BOX(&multiply)); }
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, CUDA, m) { m.impl("low_rank_products", TORCH_BOX(&multiply)); }
 
 }  // namespace
 }  // namespace fusedstep::ops

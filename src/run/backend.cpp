@@ -71,8 +71,8 @@ const DeviceChains& device_chains() {
   return chains;
 }
 
-bool low_rank_products(int device, std::span<const LowRankProduct> products, bool in_two) {
-  return loaded(low_rank_taker)(device, products, in_two);
+bool low_rank_products(int device, std::span<const LowRankProduct> products, ProductPrecision precision) {
+  return loaded(low_rank_taker)(device, products, precision);
 }
 
 }  // namespace fusedstep

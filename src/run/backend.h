@@ -78,7 +78,8 @@ struct DeviceChains {
 // Takes products of many shapes on a device, in TF32 or `in_two` parts of TF32 for float32's accuracy.
 // Returns false, and takes none, where torch's products are as good: on other GPUs, for addresses or sides
 // that are no multiples of 16 bytes, and for products that are few or long.
-using LowRankProducts = bool (*)(int device, std::span<const LowRankProduct> products, bool in_two);
+using LowRankProducts = bool (*)(int device, std::span<const LowRankProduct> products,
+                                 ProductPrecision precision);
 
 using DeviceFactoredStepFactory = std::unique_ptr<DeviceFactoredStep> (*)(
     int device, std::span<const FactoredTensor> tensors, const FactoredOptions& options, FactoredPart part);
@@ -98,6 +99,6 @@ std::unique_ptr<DeviceFactoredStep> new_factored_step(int device, std::span<cons
 void projected_step(int device, const BoundRule& rule, double step, const ProjectedTensor& tensor);
 const DevicePasses& device_passes();
 const DeviceChains& device_chains();
-bool low_rank_products(int device, std::span<const LowRankProduct> products, bool in_two);
+bool low_rank_products(int device, std::span<const LowRankProduct> products, ProductPrecision precision);
 
 }  // namespace fusedstep

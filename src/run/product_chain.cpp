@@ -39,6 +39,11 @@ void each_square(const ProductChain::Task& task, int64_t side, Use use) {
 
 int64_t cost_of(const ProductChain::Task& task, const cpu::Square& square) {
   const int64_t blocks = square.rows * square.columns;
+  if (const auto* wide = std::get_if<cpu::WideProduct>(&task)) {
+    const int64_t products = wide->parts == 1 ? 1 : 3;
+    return blocks * (kPacked + products * kMultiplied * wide->depth) +
+           (square.rows + square.columns) * wide->depth * kPacked;
+  }
   const auto* product = std::get_if<cpu::Product>(&task);
   if (product == nullptr) return blocks * kPacked;
   const bool is_cut = product->is_symmetric && square.i == square.j;
@@ -71,6 +76,7 @@ struct Work {
     cpu::Square square = part.squares[(item - part.first) % squares];
     square.matrix = (item - part.first) / squares;
     if (const auto* product = std::get_if<cpu::Product>(part.task)) kernels.multiply(*product, square);
+    if (const auto* wide = std::get_if<cpu::WideProduct>(part.task)) kernels.multiply_wide(*wide, square);
     if (const auto* packing = std::get_if<cpu::Packing>(part.task)) kernels.pack(*packing, square);
   }
 };

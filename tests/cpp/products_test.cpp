@@ -199,6 +199,83 @@ TEST_P(ProductsTest, ATriangleIsWrittenTwice) {
   }
 }
 
+// ---- Products of float32 matrices -----------------------------------------------------------------------
+
+// A matrix in a larger one, whose other numbers are NaN.
+struct WideRows {
+  int64_t rows, columns, stride;
+  std::vector<float> at;
+
+  WideRows(int64_t rows, int64_t columns, unsigned seed)
+      : rows(rows),
+        columns(columns),
+        stride(columns + 3),
+        at(rows * stride + 3, std::numeric_limits<float>::quiet_NaN()) {
+    std::mt19937 generator(seed);
+    std::normal_distribution<float> normal;
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int64_t j = 0; j < columns; ++j) at[3 + i * stride + j] = normal(generator);
+    }
+  }
+  float* data() { return at.data() + 3; }
+  float operator()(int64_t i, int64_t j) const { return at[3 + i * stride + j]; }
+};
+
+TEST_P(ProductsTest, OfFloat32AreThoseOfFloat64WithinTheRoundingsOfTheirParts) {
+  for (const auto& [unused, rows, columns, depth] : kShapes) {
+    for (const ProductForm form :
+         {ProductForm::kRowsRows, ProductForm::kRowsColumns, ProductForm::kColumnsColumns}) {
+      const bool a_by_rows = form != ProductForm::kColumnsColumns, b_by_rows = form != ProductForm::kRowsRows;
+      WideRows a(a_by_rows ? rows : depth, a_by_rows ? depth : rows, 1);
+      WideRows b(b_by_rows ? depth : columns, b_by_rows ? columns : depth, 2);
+      for (const int parts : {1, 2}) {
+        for (const float beta : {0.0f, 0.25f}) {
+          const WideRows before(rows, columns, 3);
+          WideRows c = before, again = before;
+          if (beta == 0) std::ranges::fill(c.at, std::numeric_limits<float>::quiet_NaN());
+          cpu::WideProduct product{blocks_of(rows), blocks_of(columns), blocks_of(depth), {}, parts};
+          product.of = {a.data(),
+                        b.data(),
+                        c.data(),
+                        a.stride,
+                        b.stride,
+                        c.stride,
+                        static_cast<int>(rows),
+                        static_cast<int>(columns),
+                        static_cast<int>(depth),
+                        -0.75f,
+                        beta,
+                        form};
+          ProductChain chain, alone;
+          chain.add(0, 1, product);
+          chain.run(*GetParam(), kThreads);
+          product.of.c = again.data();
+          alone.add(0, 1, product);
+          alone.run(*GetParam(), 1);
+          const double unit = std::ldexp(1, -24),
+                       of_part = parts == 1 ? std::ldexp(1.1, -8) : std::ldexp(3, -18);
+          for (int64_t i = 0; i < rows; ++i) {
+            for (int64_t j = 0; j < columns; ++j) {
+              double sum = 0, size = 0;
+              for (int64_t d = 0; d < depth; ++d) {
+                const double term = double{a_by_rows ? a(i, d) : a(d, i)} * (b_by_rows ? b(d, j) : b(j, d));
+                sum += term;
+                size += std::abs(term);
+              }
+              const double own = beta * before(i, j), exact = -0.75 * sum + own;
+              const double bound = 0.75 * size * (of_part + static_cast<double>(3 * depth + 4) * unit);
+              ASSERT_LE(std::abs(c(i, j) - exact), bound + unit * (std::abs(own) + std::abs(exact)))
+                  << rows << " x " << columns << " x " << depth << " at " << i << ", " << j;
+              ASSERT_EQ(c(i, j), again(i, j)) << "by one thread";
+            }
+            for (int64_t j = columns; j < c.stride; ++j) ASSERT_TRUE(std::isnan(c(i, j)));
+          }
+        }
+      }
+    }
+  }
+}
+
 // ---- The iteration --------------------------------------------------------------------------------------
 
 constexpr NewtonSchulzStep kStep{3.4445, -4.7750, 2.0315, true};

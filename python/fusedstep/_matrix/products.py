@@ -11,6 +11,10 @@ from torch import Tensor
 from fusedstep._matrix.projection import LEFT, RIGHT
 
 
+#: Names of torch's precisions, by the number that the native products know them by.
+_PRECISIONS = ("highest", "high", "medium")
+
+
 def as_matrix(tensor: Tensor) -> Tensor:
     """A tensor as a matrix of its first dimension and all others: a view, if strides allow it."""
     return tensor if tensor.dim() == 2 else tensor.flatten(1)
@@ -59,7 +63,7 @@ def project_all(
     between: Tensor | None,
     factor: float,
 ) -> None:
-    """Writes the low-rank gradients of a list times a factor, in one launch where a GPU has it."""
+    """Writes the low-rank gradients of a list of one dtype times a factor, in one call if possible."""
     if all(len(of_one) == 1 for of_one in bases):
         pairs = [_projection(grad, of_one) for grad, of_one in zip(grads, bases, strict=True)]
         if _take_together(pairs, out, [factor] * len(out), [0.0] * len(out)):
@@ -77,11 +81,11 @@ def _take_together(
     pairs: list[tuple[Tensor, Tensor]], out: list[Tensor], alpha: list[float], beta: list[float]
 ) -> bool:
     """Takes ``out = alpha * a @ b + beta * out`` of all pairs, or returns False and takes none."""
-    if not (out[0].is_cuda and all(x.dtype is torch.float32 for x in out)):
+    precision = _PRECISIONS.index(torch.get_float32_matmul_precision())
+    if out[0].dtype is not torch.float32 or (out[0].is_cpu and precision == 0):
         return False
     a, b = (list(factors) for factors in zip(*pairs, strict=True))
-    is_exact = torch.get_float32_matmul_precision() == "highest"
-    return torch.ops.fusedstep.low_rank_products.default(a, b, out, alpha, beta, is_exact)
+    return torch.ops.fusedstep.low_rank_products.default(a, b, out, alpha, beta, precision)
 
 
 def in_tf32(matrix: Tensor, count: int) -> Tensor:

@@ -49,8 +49,9 @@ def examples(copies=COPIES):
 
 
 def take(products, alpha, beta, in_two):
+    precision = 0 if in_two else 1
     a, b, c = (list(operands) for operands in zip(*products, strict=True))
-    return torch.ops.fusedstep.low_rank_products(a, b, c, alpha, beta, in_two)
+    return torch.ops.fusedstep.low_rank_products(a, b, c, alpha, beta, precision)
 
 
 @pytest.mark.parametrize("in_two", [False, True])
