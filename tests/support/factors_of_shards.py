@@ -232,12 +232,12 @@ CHANGES = {
 
 
 def steps_alike_see_what_has_changed(here):
-    """A process takes what it noted of the last step, or the long way: with the same bits."""
+    """A process keeps what it has checked, or checks all again: with the same bits."""
     shapes = ((300, 520), (40, 30), (9, 4, 5), (7,))
     cut = Cut(here, "rows")
     for change, act in CHANGES.items():
         kept = []
-        for notes in (True, False):
+        for repeats in (True, False):
             weights = make_weights(shapes, torch.float32)
             shards = [torch.nn.Parameter(cut(weight.to(here.device))) for weight in weights]
             groups = [{"params": shards[:2]}, {"params": shards[2:], "weight_decay": 0.1}]
@@ -248,16 +248,16 @@ def steps_alike_see_what_has_changed(here):
                     if shard.grad is None:
                         shard.grad = torch.zeros_like(shard)
                     local(shard.grad).copy_(local(cut(grad.to(here.device))))
-                assert step != 3 or not notes or optimizer._noted
+                assert step != 3 or not repeats or optimizer._memory[shards[0]].derived
                 if step == 3:
                     act(here, optimizer, shards)
-                if not notes:
-                    optimizer._noted = None
+                if not repeats:
+                    optimizer._forget_plans()
                 optimizer.step()
             states = [optimizer.state[shard] for shard in shards]
             kept.append([*shards, *(value for state in states for value in state.values())])
-        for noted, long in zip(*kept, strict=True):
-            assert_same_bits(local(noted).detach(), local(long).detach(), change)
+        for kept_step, long in zip(*kept, strict=True):
+            assert_same_bits(local(kept_step).detach(), local(long).detach(), change)
 
 
 def nothing_has_changed_where_one_process_lacks_a_gradient(here):

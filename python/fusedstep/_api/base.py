@@ -683,7 +683,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     def _checked_options(self, item: Work, factors: Factors) -> tuple[float, ...]:
         """Options as a native step takes them; an error before any group has stepped."""
         group, plan = item.group, item.plan
-        if not plan and self._has_passed(group):
+        if not plan and self._has_passed(group) and is_fixed(group):
             return ()
         try:
             if has_text(self._option_kinds, group):  # which float() might take
@@ -692,7 +692,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
                 if not (group.get("differentiable") or group.get("capturable")):
                     # Else autograd and graphs follow them.
                     check_floats(self._option_kinds, group, self.defaults)
-                if is_fixed(group):
+                if is_fixed(group, but_for=Tensor):
                     self._passed[id(group["params"])] = _items_of(group)
                 return ()
             lr = plan.set_device_inputs(group["lr"], factors) if plan.is_on_device else None
@@ -709,7 +709,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
 
     @functools.cached_property
     def _passed(self) -> dict[int, list[Any]]:
-        """The options of groups, none of which can change in place, that a step has checked."""
+        """The options of groups that a step has checked; numbers may have changed since."""
         return {}
 
     def _has_passed(self, group: dict[str, Any]) -> bool:

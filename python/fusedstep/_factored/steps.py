@@ -32,30 +32,35 @@ class Call:
         places: list[int],
         eps: float,
         weights: list[Tensor],
-        values: list[Tensor],
         rows: list[Tensor],
         columns: list[Tensor],
         moments: list[Tensor],
         counts: list[Tensor],
     ) -> None:
-        self.places, self.eps, self.counts = places, eps, counts
-        self.weights, self.values = weights, values
-        self.operands = [list(map(local, each)) for each in (values, rows, columns, moments)]
-        self.forms = self.forms_now()
+        """``places``: of the weights among those of a step. ``counts``: of steps, of each."""
+        self.places, self.eps, self.weights, self.counts = places, eps, weights, counts
+        self.rows, self.columns, self.moments = rows, columns, moments
+
+    def read_counts(self) -> bool:
+        """Notes the number of the next step; returns False if it is not that of all weights."""
+        counts = {count.item() for count in self.counts}
+        self.step = 1 + max(counts)
+        return len(counts) == 1
 
     @functools.cached_property
     def states(self) -> list[Tensor]:
         """The moments of rows, and behind them those of columns, flat."""
-        _, rows, columns, _ = self.operands
-        return [state.view(-1) for state in (*rows, *columns)]
+        return [state.view(-1) for state in (*self.rows, *self.columns)]
 
     @functools.cached_property
     def counts_of_sums(self) -> tuple[list[int], list[int]]:
         """The numbers of a weight's sums: along rows; along columns, and of the moments of rows."""
-        values, rows, columns, _ = self.operands
-        matrices = [v.shape[:-2].numel() if v.dim() > 1 else 0 for v in values]
-        behind = [state.numel() + count for state, count in zip(columns, matrices, strict=True)]
-        return [state.numel() for state in rows], behind
+        parts = map(local, self.weights)
+        matrices = [part.shape[:-2].numel() if part.dim() > 1 else 0 for part in parts]
+        behind = [
+            state.numel() + count for state, count in zip(self.columns, matrices, strict=True)
+        ]
+        return [state.numel() for state in self.rows], behind
 
     @functools.cached_property
     def sizes(self) -> list[int]:
@@ -63,14 +68,10 @@ class Call:
         found = (_rows_columns_elements(weight.shape) for weight in self.weights)
         return list(itertools.chain.from_iterable(found))
 
-    def __call__(self, grads: list[Tensor], numbers: dict[str, Any]) -> None:
-        values, *states = self.operands
+    def take(self, values: list[Tensor], grads: list[Tensor], numbers: dict[str, Any]) -> None:
+        """Steps the weights' values, which may be the weights."""
+        states = self.rows, self.columns, self.moments
         torch.ops.fusedstep.factored_step(values, grads, *states, _options_of(numbers))
-
-    def forms_now(self) -> list[Any]:
-        """Form of each tensor, which the operation checks."""
-        tensors = itertools.chain(*self.operands)
-        return [(t.dtype, t.shape, t.stride(), t.device) for t in tensors]
 
 
 def _options_of(numbers: dict[str, Any]) -> list[float]:
@@ -89,6 +90,7 @@ def _rows_columns_elements(shape: torch.Size) -> tuple[int, int, int]:
 
 def native_parts(
     call: Call,
+    values: list[Tensor],
     grads: list[Tensor],
     numbers: dict[str, Any],
     put: Callable[[Callable[[], None]], None],
@@ -97,11 +99,10 @@ def native_parts(
 
     What kernels make of the moments is put into the states at the end.
 
-    ``put`` calls a function that moves the weights' values, and puts these where they are.
+    ``put`` calls a function that moves the weights' ``values``, and puts these where they are.
     ``numbers``: of the step, by the names of the native operator. The moments are of one dtype.
     """
-    values, rows, _, averages = call.operands
-    options, weights = _options_of(numbers), call.weights
+    options, weights, rows = _options_of(numbers), call.weights, call.rows
     made = torch.cat(call.states).split([state.numel() for state in call.states])
     moments = made[: len(rows)], made[len(rows) :]
     row_sums, column_sums = (
@@ -112,7 +113,7 @@ def native_parts(
 
     def take(part: int) -> None:
         sums = row_sums, column_sums, norms2
-        operands = values, grads, *moments, averages, *sums
+        operands = values, grads, *moments, call.moments, *sums
         torch.ops.fusedstep.factored_part(*operands, call.sizes, options, part)
 
     def apply() -> None:

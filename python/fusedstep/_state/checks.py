@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter, eq
 from typing import Any
 
 import torch
@@ -77,24 +78,61 @@ def check_writable(weights: list[Tensor]) -> None:
             )
 
 
-def memory_of(
-    weights: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
-) -> tuple[list[Any], ...] | None:
-    """The addresses of operands, and how they are to be read.
+#: What tells how an operand is to be read. No composite steps complex weights.
+_FORM: tuple[Callable[[Tensor], Any], ...] = (
+    Tensor.data_ptr,
+    Tensor.stride,
+    Tensor.is_neg,
+    attrgetter("shape"),
+    attrgetter("dtype"),
+    type,
+)
 
-    While it is the same, so is what check_memory() and checks of states find. None if it cannot
-    tell: there is none, or a gradient begins where a weight does.
+
+class CheckedOperands:
+    """Weights without a plan that a step has checked with their gradients and states.
+
+    While these are at the same addresses and in the same form, so is what ``check_operands()``,
+    ``check_memory()`` and checks of states find. What follows from that, and from options that are
+    the same, hangs here: it is dropped when new operands are checked.
     """
-    values = [each for state in states for name, each in state.items() if name != "step"]
-    operands = list(map(local, (*weights, *grads, *values)))
-    try:
-        places = [each.data_ptr() for each in operands]
-        forms = [(each.is_neg(), each.shape, each.dtype) for each in operands]
-    except (AttributeError, RuntimeError):  # some kinds of tensors have no address
-        return None
-    begins, others = places[: len(weights)], places[len(weights) :]
-    told = all(places) and not set(begins).intersection(others)
-    return (places, forms) if told else None
+
+    __slots__ = ("_forms", "_states", "counts", "derived")
+
+    def __init__(
+        self, weights: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
+    ) -> None:
+        self._states = [each for s in states for name, each in s.items() if name != "step"]
+        self.counts: list[Tensor | None] = [state.get("step") for state in states]
+        self._forms: list[tuple[Any, ...]] = []
+        self.derived: Any = None
+        """What a class of optimizers makes of the operands once."""
+        try:
+            forms = list(self._read(weights, grads))
+        except (AttributeError, RuntimeError):  # some kinds of tensors have no address
+            return
+        places = [place for place, *_ in forms]
+        begins, others = places[: len(weights)], places[len(weights) :]
+        if all(places) and not set(begins).intersection(others):
+            self._forms = forms
+
+    def _read(self, weights: list[Tensor], grads: list[Tensor]) -> Iterable[tuple[Any, ...]]:
+        operands = list(map(local, (*weights, *grads, *self._states)))
+        return zip(*(map(read, operands) for read in _FORM), strict=True)
+
+    @property
+    def are_told_by_addresses(self) -> bool:
+        """False if some operand has no address, or a gradient begins where a weight does."""
+        return bool(self._forms)
+
+    def are(self, weights: list[Tensor], grads: list[Tensor]) -> bool:
+        """Returns whether these are the weights and gradients, beside the same states."""
+        if len(weights) != len(self.counts):
+            return False
+        try:
+            return all(map(eq, self._read(weights, grads), self._forms))
+        except (AttributeError, RuntimeError):
+            return False
 
 
 def check_memory(weights: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> None:
@@ -134,10 +172,9 @@ def check_memory(weights: list[Tensor], grads: list[Tensor], states: list[dict[s
             )
 
 
-def check_counts(states: list[dict[str, Any]]) -> None:
+def check_counts(counts: list[Tensor | None]) -> None:
     """Raises for a step count on the host that is none."""
-    for index, state in enumerate(states):
-        count = state.get("step")
+    for index, count in enumerate(counts):
         if count is not None and count.is_cpu and not count.item() >= 0:
             raise RuntimeError(
                 f"tensor {index} of the list: the step count must be at least 0, not "

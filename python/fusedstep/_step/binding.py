@@ -13,11 +13,11 @@ from fusedstep._options.shared import own_option
 from fusedstep._sharding.dtensor import is_dtensor, local_pairs
 from fusedstep._state import storage
 from fusedstep._state.checks import (
+    CheckedOperands,
     check_counts,
     check_memory,
     check_operands,
     check_writable,
-    memory_of,
     with_name,
 )
 from fusedstep._step.factors import PLAIN
@@ -72,7 +72,8 @@ class BindsGroups(Owner):
     def _forget_plans(self) -> None:
         self._plans: dict[_Place, Plan] = {}
         self._aside: PlansAside[Plan] = PlansAside()
-        self._memory: dict[Tensor, Any] = {}  # of a composite's operands, by the first weight
+        # Of composites, by the first weight.
+        self._memory: dict[Tensor, CheckedOperands | None] = {}
         self._seen: Snapshot | None = None  # of the state that the plans were made for
         self._last_step: StepRecord | None = None
         self._spread: SpreadWeights | None = None
@@ -246,22 +247,26 @@ class BindsGroups(Owner):
 
         ``is_known``: whether ``_is_known`` says so.
         """
-        check_operands(weights, grads)
-        made_elsewhere = any(p.is_inference() for p in weights)
+        if not is_known:
+            check_operands(weights, grads)
+        made_elsewhere = any(map(Tensor.is_inference, weights))
         if made_elsewhere and not self._writes_natively(group, weights, grads):
             check_writable(weights)
         if self._is_composite(group):
             self._rehearse(group, weights, grads)
             if is_dtensor(weights[0]):
                 local_pairs(weights, grads)  # raises for gradients that are spread otherwise
-            states = [self._state.get(p, {}) for p in weights]
-            if not (is_known or self._is_memory_known(weights, grads)):
+            operands = self._memory.get(weights[0])
+            if not (is_known and operands):
+                states = [self._state.get(p, {}) for p in weights]
                 check_memory(weights, grads, states)
-            check_counts(states)
+                operands = CheckedOperands(weights, grads, states)
+            check_counts(operands.counts)
             if not is_known:
                 self._check_states(group, weights)
-                memory = memory_of(weights, grads, states)
-                self._memory[weights[0]], self._seen = memory, None  # for states have been made
+                is_told = operands.are_told_by_addresses
+                self._memory[weights[0]] = operands if is_told else None
+                self._seen = None  # for states have been made
         else:
             self._store.check(group, weights, any_dtype=True)
 
@@ -276,13 +281,7 @@ class BindsGroups(Owner):
 
         Learning rates and other floats may have changed since.
         """
-        return (
-            self._is_composite(group)
-            and self._has_passed(group)
-            and self._is_memory_known(weights, grads)
-        )
-
-    def _is_memory_known(self, weights: list[Tensor], grads: list[Tensor]) -> bool:
-        """Returns whether a composite's operands are where they were when they were checked."""
-        memory = memory_of(weights, grads, [self._state.get(p, {}) for p in weights])
-        return memory is not None and self._memory.get(weights[0]) == memory
+        if not (self._is_composite(group) and self._has_passed(group)):
+            return False
+        operands = self._memory.get(weights[0])
+        return operands is not None and operands.are(weights, grads)

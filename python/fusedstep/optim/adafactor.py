@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -39,7 +40,6 @@ from fusedstep._options.shared import own_option
 from fusedstep._sharding.dtensor import (
     is_dtensor,
     local,
-    local_pairs,
     placements_without,
     spread_of,
     whole,
@@ -48,13 +48,12 @@ from fusedstep._state.checks import name_of, with_name
 from fusedstep._state.counts import count_steps
 from fusedstep._state.kinds import COUNT, States, plain
 from fusedstep._state.storage import way_of
-from fusedstep._step.factors import PLAIN, Factors
-from fusedstep._step.gradients import with_gradients
-from fusedstep._step.plan import GradUse, Plan, Snapshot, Work, same
+from fusedstep._step.factors import Factors
+from fusedstep._step.plan import GradUse, Plan, Work
 from fusedstep._step.program import Pass
 from fusedstep._step.sums import place_of
 from fusedstep._step.support import why_not_native
-from fusedstep._step.undo import NO_RESERVE, Progress, interrupted, undone_on_error
+from fusedstep._step.undo import undone_on_error
 
 __all__ = ["Adafactor"]
 
@@ -223,19 +222,6 @@ class Adafactor(FusedOptimizer):
             check_adafactor_options(item.group)
         except (TypeError, ValueError) as error:
             raise self._option_error(item, error) from error
-        pairs = [pair for pair in item.pairs() if pair[0].numel()]
-        if (
-            pairs
-            and not item.plan
-            and self._wants_native(item.group)
-            and _why_not_fused(item.weights, item.grads) is None
-        ):
-            try:
-                operands = _of_process(*map(list, zip(*pairs, strict=True)))
-                torch.ops.fusedstep.factored_check(*operands)
-            except RuntimeError as error:
-                weights = [weight for weight, _ in pairs]
-                raise with_name(error, item.number, item.group, weights) from None
         return super()._checked_options(item, factors)
 
     def _is_composite(self, group: dict[str, Any]) -> bool:
@@ -245,12 +231,11 @@ class Adafactor(FusedOptimizer):
         self, group: dict[str, Any], weights: list[Tensor], grads: Sequence[Tensor] = ()
     ) -> bool:
         super()._is_native(group, weights, grads)
-        reason = _why_not_fused(weights, grads)
+        reason = why_not_native(weights, grads)
         if reason and own_option(group, "fused"):
             raise RuntimeError(reason)
-        return self._fuses(group, weights, grads)[1] and all(
-            p.is_cpu and way_of(group, p) is None and not _is_sharded(p) for p in weights
-        )
+        are_plain = (p.is_cpu and way_of(group, p) is None and not _is_sharded(p) for p in weights)
+        return reason is None and self._fuses(group) and all(are_plain)
 
     def _plan_at(
         self, place: tuple[int, ...], group: dict[str, Any], weights: list[Tensor]
@@ -330,8 +315,13 @@ class Adafactor(FusedOptimizer):
         grads: list[Tensor],
         is_known: bool = False,
     ) -> None:
-        _of_process(weights, grads)
         super()._check_composite(group, weights, grads, is_known)
+        operands = self._memory.get(weights[0])
+        if is_known and operands and operands.derived:
+            if not all(call.read_counts() for call in operands.derived.calls):
+                operands.derived = None
+        elif self._wants_native(group) and why_not_native(weights, grads) is None:
+            torch.ops.fusedstep.factored_check(list(map(local, weights)), list(map(local, grads)))
 
     def _get_lr(self, param_group: dict[str, Any], param_state: dict[str, Any]) -> float:
         """The size of the last step of a weight, which transformers' AdafactorSchedule shows."""
@@ -349,103 +339,56 @@ class Adafactor(FusedOptimizer):
         weight = next(each for each in weights if self._state.get(each) is param_state)
         return size * max(param_group["eps"][1], rms(whole(weight.detach()).double()).item())
 
-    # The step: natively if it can be, in torch operations for other weights. One that is like the
-    # last but for gradients and options' numbers takes the operations that were noted then. Where
-    # weights are spread, each process decides so alone: both ways have the same collectives.
+    # The step: natively if it can be, in torch operations for other weights. Where weights are
+    # spread, each process decides so alone: both ways have the same collectives.
 
-    def _forget_plans(self) -> None:
-        super()._forget_plans()
-        self._noted: list[_Noted] | None = None  # all of the last step
-        self._noted_state: Snapshot | None = None
-        # Factors that native operations read gradients with, of groups by id() of their weights.
-        self._read_with: dict[int, float] = {}
+    #: The factor that native operations read the gradients of the step under way with.
+    _grad_factor = 1.0
 
-    _noting: list[_Noted] | None = None  # those of the step under way, if it can be repeated
+    def _make_ready(self, work: list[Work], factors: Factors) -> None:
+        super()._make_ready(work, factors)
+        for group, weights, grads, plan, *_ in work:
+            if not plan:
+                self._parts_of(group, weights, grads)
 
-    def _update_all(
-        self,
-        max_norm: float | None,
-        zero_grad: bool | Literal["none"],
-        error_if_nonfinite: bool = False,
-    ) -> Tensor | None:
-        is_plain = max_norm is None and not (zero_grad or error_if_nonfinite)
-        if is_plain and self._takes_noted():
-            return None
-        self._noting = []
-        norm = super()._update_all(max_norm, zero_grad, error_if_nonfinite)
-        noted, self._noting = self._noting, None
-        if noted and len(noted) == sum(bool(each["params"]) for each in self.param_groups):
-            self._noted, self._noted_state = noted, Snapshot(self._state)
-        return norm
+    def _parts_of(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> _Parts:
+        """The parts of the step of a group, which are those of the last one if nothing changed."""
+        if not self._fuses(group):
+            return _Parts([], list(range(len(weights))), False)
+        operands = self._memory.get(weights[0])
+        parts: _Parts | None = operands.derived if operands else None
+        if parts is None:
+            parts = self._new_parts(group, weights, grads)
+            if operands:
+                operands.derived = parts
+        return parts
 
-    def _takes_noted(self) -> bool:
-        """Steps as the last time; returns False, and changes nothing, where that may be wrong."""
-        noted = self._noted
-        groups = [(i, group) for i, group in enumerate(self.param_groups) if group["params"]]
-        if (
-            noted is None
-            or len(groups) != len(noted)
-            or "_loading" in self.__dict__
-            or torch._C._len_torch_dispatch_stack()
-            or self._needs_whole_norm()
-            or any(getattr(self, name, None) is not None for name in ("found_inf", "grad_scale"))
-            or self._noted_state is None
-            or not self._noted_state.is_of(self._state)
-        ):
-            return False
-        calls, work, parts, spread = [], [], [], self._spread_weights()
-        for (index, group), last in zip(groups, noted, strict=True):
-            weights, grads = with_gradients(group["params"])
-            work.append(Work(group, weights, grads, None, index))
-            if (
-                not same(weights, last.weights)
-                or not self._is_memory_known(weights, grads)
-                or _choices(group) != last.choices
-            ):
-                return False
-            try:
-                if spread.places:
-                    _, grads = local_pairs(weights, grads)
-                if any(map(_is_special, grads)):
-                    return False
-                check_adafactor_options(group)
-                super()._checked_options(work[-1], PLAIN)
-            except (RuntimeError, TypeError, ValueError):
-                return False  # and is raised by those who name the group
-            for call in last.calls:
-                steps = {count.item() for count in call.counts}
-                if len(steps) != 1:
-                    return False
-                numbers = numbers_at(group, steps.pop() + 1, call.eps)
-                calls.append((call, [grads[place] for place in call.places], numbers))
-                if spread.places:
-                    put = functools.partial(self._put_part, group, call)
-                    parts.append(native_parts(*calls[-1], put))
-        if len(calls) > 1 and any(call.forms != call.forms_now() for call, *_ in calls):
-            return False
-        if spread.places:
-            self._progress = Progress(work)
-            with self._progress:
-                step_parts(parts, spread)
-            return True
-        taken: list[Call] = []
-        try:
-            reserve = self._reserved(work) if len(calls) > 1 else NO_RESERVE
-            if len(calls) > 1:  # else the operation itself is the check
-                for call, grads, _ in calls:
-                    torch.ops.fusedstep.factored_check(call.weights, grads)
-            for call, grads, numbers in calls:
-                reserve.take(functools.partial(call, grads, numbers), is_first=not taken)
-                taken.append(call)
-        except (MemoryError, RuntimeError) as error:
-            if not taken:
-                return False
-            stepped = [weight for call in taken for weight in call.weights]
-            raise interrupted(error, work, stepped) from error
-        finally:
-            for call in taken:
-                self._account_for(call.weights, call.counts)
-        return True
+    def _new_parts(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> _Parts:
+        are_native = why_not_native(weights, grads) is None
+        together: dict[tuple[float, float, bool], list[int]] = {}
+        alone = []
+        for place, (weight, grad) in enumerate(zip(weights, grads, strict=True)):
+            is_native = are_native or why_not_native([weight], [grad]) is None
+            if is_native and local(weight).numel() > 0:
+                step, is_double = self._state[weight]["step"].item(), weight.dtype is torch.float64
+                key = step, first_eps(group, weight), is_double
+                together.setdefault(key, []).append(place)
+            else:
+                alone.append(place)
+        calls = []
+        for (_, eps, _), places in together.items():
+            some = [weights[place] for place in places]
+            states = [self._state[weight] for weight in some]
+            rows, columns, *moments = self._operands(group, some, states)
+            counts = [state["step"] for state in states]
+            call = Call(places, eps, some, rows, columns, moments[0] if moments else [], counts)
+            call.read_counts()
+            calls.append(call)
+        return _Parts(calls, alone, are_native)
 
     def _account_for(self, weights: list[Tensor], counts: list[Tensor]) -> None:
         """Counts a step that has been taken. On a device it may still be at work."""
@@ -459,47 +402,24 @@ class Adafactor(FusedOptimizer):
         """As ever, but for weights spread over processes: phase by phase, those of all groups."""
         spread = self._spread_weights()
         if spread.places:
-            noting, self._noting = self._noting, None
-            parts, wholes, noted = [], [], []
-            for group, weights, grads in groups:
-                of_parts: tuple[list[Tensor], list[Tensor]] = [], []
-                whole: tuple[list[Tensor], list[Tensor]] = [], []
-                for weight, grad in zip(weights, grads, strict=True):
-                    weights_there, grads_there = of_parts if place_of(weight) else whole
-                    weights_there.append(weight)
-                    grads_there.append(grad)
-                made, calls = self._parts(group, *of_parts)
-                noted.append(_Noted(weights, _choices(group), calls))
-                parts += made
-                wholes.append((group, *whole))
-            step_parts(parts, spread)
-            groups = [each for each in wholes if each[1]]
-            if noting is not None and not groups and all(each.calls for each in noted):
-                self._noting = noted
-                return []
+            are_spread = [place_of(weights[0]) is not None for _, weights, _ in groups]
+            passes = [self._passes(*each) for each in itertools.compress(groups, are_spread)]
+            step_parts(list(itertools.chain.from_iterable(passes)), spread)
+            groups = list(itertools.compress(groups, map(operator.not_, are_spread)))
         return super()._imperative_groups(groups)
 
-    def _parts(
+    def _passes(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-    ) -> tuple[list[Pass], list[Call]]:
-        """Passes of parts of weights, and native calls if these do all, and in place."""
-        together, alone = self._together(group, weights, grads)
-        parts = [self._part(group, weights[place], grads[place]) for place in alone]
-        calls = []
-        for (step, eps, _), places in together.items():
-            alike: dict[Any, list[int]] = {}
-            for place in places:
-                weight = weights[place]
-                key = place_of(weight), weight.dtype is torch.float64
-                alike.setdefault(key, []).append(place)
-            for some in alike.values():
-                call = self._call(group, weights, some, eps)
-                found = [local(grads[place]) for place in some]
-                put = functools.partial(self._put_part, group, call)
-                parts.append(native_parts(call, found, self._numbers_at(group, step, eps), put))
-                calls.append(call)
-        is_plain = not alone and all(call.weights is call.values for call in calls)
-        return parts, calls if is_plain else []
+    ) -> list[Pass]:
+        """Passes of weights of which other processes have other parts."""
+        parts = self._parts_of(group, weights, grads)
+        passes = [self._part(group, weights[place], grads[place]) for place in parts.alone]
+        for call in parts.calls:
+            values, found = self._values(group, call), [local(grads[i]) for i in call.places]
+            put = functools.partial(self._put_part, group, call, values)
+            numbers = self._numbers_at(group, parts, call)
+            passes.append(native_parts(call, list(map(local, values)), found, numbers, put))
+        return passes
 
     def _part(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> Pass:
         state = self._state[weight]
@@ -515,128 +435,82 @@ class Adafactor(FusedOptimizer):
         widened = functools.partial(self._widened, group, weight, state)
         return part_by_torch(weight, widened, put, grad, moments, average, numbers)
 
-    def _fuses(
-        self, group: dict[str, Any], weights: list[Tensor], grads: Sequence[Tensor]
-    ) -> tuple[bool, bool]:
-        """Returns whether native operations step weights of a group, and whether all of these."""
+    def _fuses(self, group: dict[str, Any]) -> bool:
+        """Returns whether native operations step weights of a group, but for those they cannot."""
         is_seen = torch._C._len_torch_dispatch_stack() > 0  # by a mode, operator by operator
-        fuses = self._wants_native(group) and not is_seen
-        return fuses, fuses and _why_not_fused(weights, grads) is None
+        return self._wants_native(group) and not is_seen
 
     def _writes_natively(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> bool:
         copied = any(way_of(group, weight) for weight in weights)  # a native operation steps copies
-        return not copied and self._fuses(group, weights, grads)[1]
+        return not copied and self._fuses(group) and why_not_native(weights, grads) is None
 
     def _with_factor(self, work: list[Work], factors: Factors) -> list[Work]:
         """Multiplies gradients that torch operations take; native ones do so as they read."""
-        self._read_with = {}
-        if factors.on_host == 1:
+        self._grad_factor = factors.on_host if work else 1.0
+        if self._grad_factor == 1:
             return work
-        by_torch = {
-            id(item.group["params"])
-            for item in work
-            if not self._fuses(item.group, item.weights, item.grads)[1]
-        }
         multiplied = []
         for item in work:
-            key = id(item.group["params"])
-            if key in by_torch:
-                multiplied += super()._with_factor([item], factors)
-            else:
-                self._read_with[key] = factors.on_host
-                multiplied.append(item)
+            parts = self._parts_of(item.group, item.weights, item.grads)
+            multiplied += [item] if parts.are_native else super()._with_factor([item], factors)
         return multiplied
 
-    def _numbers_at(self, group: dict[str, Any], step: float, eps: float) -> dict[str, Any]:
-        numbers = numbers_at(group, step, eps)
-        numbers["grad_factor"] *= self._read_with.get(id(group["params"]), 1.0)
+    def _numbers_at(self, group: dict[str, Any], parts: _Parts, call: Call) -> dict[str, Any]:
+        numbers = numbers_at(group, call.step, call.eps)
+        numbers["grad_factor"] *= self._grad_factor if parts.are_native else 1.0
         return numbers
-
-    def _together(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-    ) -> tuple[dict[tuple[float, float, torch.device], list[int]], list[int]]:
-        """The places of weights that native operations step, by operation, and of the others."""
-        fuses, fuses_all = self._fuses(group, weights, grads)
-        together: dict[tuple[float, float, torch.device], list[int]] = {}
-        alone = []
-        for place, (weight, grad) in enumerate(zip(weights, grads, strict=True)):
-            fuses_one = fuses_all or (fuses and _why_not_fused([weight], [grad]) is None)
-            if fuses_one and local(weight).numel() > 0:
-                step = self._state[weight]["step"].item() + 1
-                together.setdefault((step, first_eps(group, weight), weight.device), []).append(
-                    place
-                )
-            else:
-                alone.append(place)
-        return together, alone
 
     def _composite_steps(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> None:
-        together, alone = self._together(group, weights, grads)
-        for place in alone:
+        parts = self._parts_of(group, weights, grads)
+        for place in parts.alone:
             step = functools.partial(self._imperative_step, group, weights[place], grads[place])
             self._progress.take([weights[place]], step)
-            self._noting = None
-        noted = _Noted(weights, _choices(group), [])
-        for (count, eps, _), places in together.items():
-            found = [local(grads[i]) for i in places]
-            numbers = self._numbers_at(group, count, eps)
+        for call in parts.calls:
+            found = [local(grads[i]) for i in call.places]
+            numbers = self._numbers_at(group, parts, call)
+            step = functools.partial(self._take_call, group, call, found, numbers)
+            self._progress.take(call.weights, step)
 
-            def take(
-                places: list[int] = places,
-                eps: float = eps,
-                found: list[Tensor] = found,
-                numbers: dict[str, Any] = numbers,
-            ) -> None:
-                call = self._call(group, weights, places, eps)
-                if call.weights is not call.values:
-                    self._noting = None
-                self._put_call(group, call, functools.partial(call, found, numbers))
-                noted.calls.append(call)
+    def _take_call(
+        self, group: dict[str, Any], call: Call, grads: list[Tensor], numbers: dict[str, Any]
+    ) -> None:
+        values = self._values(group, call)
+        take = functools.partial(call.take, list(map(local, values)), grads, numbers)
+        self._put_call(group, call, values, take)
 
-            self._progress.take([weights[i] for i in places], take)
-        if self._noting is not None:
-            self._noting.append(noted)
-
-    def _put_part(self, group: dict[str, Any], call: Call, take: Callable[[], None]) -> None:
-        self._put_call(group, call, take)
+    def _put_part(
+        self, group: dict[str, Any], call: Call, values: list[Tensor], take: Callable[[], None]
+    ) -> None:
+        self._put_call(group, call, values, take)
         self._progress.stepped += call.weights
 
-    def _put_call(self, group: dict[str, Any], call: Call, take: Callable[[], None]) -> None:
+    def _put_call(
+        self, group: dict[str, Any], call: Call, values: list[Tensor], take: Callable[[], None]
+    ) -> None:
         """Takes the step of a call, and puts the new values of its weights where they are kept.
 
         Changes nothing if memory runs out.
         """
-        written = []
-        if call.weights is not call.values:  # else all is one operation
-            states = [self._state[weight].values() for weight in call.weights]
-            written = [*call.weights, *itertools.chain(*states)]
-        with undone_on_error(written):
+        if values is call.weights:  # all is one operation
             take()
             self._account_for(call.weights, call.counts)
-            for weight, value in zip(call.weights, call.values, strict=True):
+            return
+        states = [self._state[weight].values() for weight in call.weights]
+        with undone_on_error([*call.weights, *itertools.chain(*states)]):
+            take()
+            self._account_for(call.weights, call.counts)
+            for weight, value in zip(call.weights, values, strict=True):
                 self._write_back(group, weight, value, self._state[weight])
 
-    def _call(
-        self, group: dict[str, Any], among: list[Tensor], places: list[int], eps: float
-    ) -> Call:
-        weights = [among[place] for place in places]
-        states = [self._state[weight] for weight in weights]
-        values = weights
-        ways = [way_of(group, weight) for weight in weights]
-        if any(ways):
-            values = [
-                weight if way is None else self._widened(group, weight, state)
-                for weight, state, way in zip(weights, states, ways, strict=True)
-            ]
-        rows, columns, *moments = self._operands(group, weights, states)
-        counts = [state["step"] for state in states]
-        return Call(
-            places, eps, weights, values, rows, columns, moments[0] if moments else [], counts
-        )
+    def _values(self, group: dict[str, Any], call: Call) -> list[Tensor]:
+        """The tensors that a call moves: the weights, or their values in float32."""
+        if way_of(group, call.weights[0]) is None:
+            return call.weights
+        return [self._widened(group, weight, self._state[weight]) for weight in call.weights]
 
     def _exact_options(self, group: dict[str, Any]) -> dict[str, Any]:
         first, least = group["eps"]
@@ -662,48 +536,19 @@ class Adafactor(FusedOptimizer):
         return weight - update
 
 
-class _Noted(NamedTuple):
-    """The native part of a step of a group: all of its weights that have a gradient."""
+class _Parts(NamedTuple):
+    """How a step takes the weights of a group that have no plan."""
 
-    weights: list[Tensor]
-    choices: dict[str, Any]
     calls: list[Call]
-
-
-def _choices(group: dict[str, Any]) -> dict[str, Any]:
-    """The options that choose operations and states; others are numbers of these."""
-    names = ("eps", "beta1", "variant", "fused", "foreach", "differentiable", "capturable")
-    ways = ("master_weights", "rounding", "seed")
-    return {name: group.get(name) for name in (*names, *ways)}
-
-
-def _why_not_fused(weights: Iterable[Tensor], grads: Iterable[Tensor] = ()) -> str | None:
-    """Returns why the native operation cannot step these weights, or None if it can."""
-    return why_not_native(list(weights), grads)
-
-
-def _of_process(weights: list[Tensor], grads: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """This process's parts of weights and gradients; raises where these are of others."""
-    are_spread = list(map(is_dtensor, weights))
-    if not any(are_spread):
-        return weights, grads
-    if all(are_spread):
-        return local_pairs(weights, grads)
-    found: tuple[list[Tensor], list[Tensor]] = [], []
-    for weight, grad, is_spread in zip(weights, grads, are_spread, strict=True):
-        parts = local_pairs([weight], [grad]) if is_spread else ([weight], [grad])
-        for all_parts, part in zip(found, parts, strict=True):
-            all_parts += part
-    return found
+    """Native operations over several weights."""
+    alone: list[int]
+    """The places of weights that torch operations step, one by one."""
+    are_native: bool
+    """Whether native operations can step all weights: they multiply gradients as they read."""
 
 
 def _is_sharded(weight: Tensor) -> bool:
     return is_dtensor(weight) and not all(each.is_replicate() for each in weight.placements)
-
-
-def _is_special(grad: Tensor) -> bool:
-    """Returns whether the memory of a gradient might not hold its values."""
-    return type(grad) is not Tensor or grad.is_neg() or grad._is_zerotensor()
 
 
 def _check_weight(weight: Tensor, name: str) -> None:

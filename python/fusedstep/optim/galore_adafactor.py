@@ -153,11 +153,8 @@ class GaLoreAdafactor(GaLoreSteps, Adafactor):
     ) -> bool:
         return False  # no plan steps the moments of rows and columns
 
-    def _fuses(
-        self, group: dict[str, Any], weights: list[Tensor], grads: Sequence[Tensor]
-    ) -> tuple[bool, bool]:
-        fuses = super()._fuses(group, weights, grads)
-        return (False, False) if self._is_projected(group) else fuses
+    def _fuses(self, group: dict[str, Any]) -> bool:
+        return not self._is_projected(group) and super()._fuses(group)
 
     def _composite_steps(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]

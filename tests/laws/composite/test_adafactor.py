@@ -220,6 +220,9 @@ CHANGES = {
     "memory": lambda optimizer, weights: setattr(
         weights[0], "data", weights[0].t().contiguous().t()
     ),
+    "strides": lambda optimizer, weights: setattr(
+        weights[0], "data", weights[0].data.as_strided(weights[0].shape, (1, len(weights[0])))
+    ),
     "order": lambda optimizer, weights: optimizer.param_groups[0]["params"].reverse(),
     "less weights": lambda optimizer, weights: optimizer.state.pop(
         optimizer.param_groups[0]["params"].pop()
@@ -254,11 +257,13 @@ def test_steps_alike_see_what_has_changed(change, cls):
             for weight, grad in zip(
                 weights, make_gradients(SHAPES, torch.float32, step), strict=True
             ):
-                weight.grad = grad
+                if weight.grad is None or step == 4:  # after a change of gradients
+                    weight.grad = grad
+                weight.grad.copy_(grad)
             if step == 3:
                 CHANGES[change](optimizer, weights)
             if step == 3 and cls is WithoutPlans:
-                assert optimizer._noted
+                assert optimizer._memory[weights[0]].derived
             elif step == 3 and ops.bind:
                 assert optimizer._last_step
             if not repeats:
@@ -271,6 +276,31 @@ def test_steps_alike_see_what_has_changed(change, cls):
     assert all(map(torch.equal, weights, others))
     for key, state in states.items():
         assert all(torch.equal(value, other_states[key][name]) for name, value in state.items())
+
+
+@pytest.mark.parametrize("lr", [1e-2, torch.tensor(1e-2)], ids=["a number", "a tensor"])
+def test_parts_of_a_step_are_made_once(lr):
+    weights = make_weights(SHAPES, torch.float32)
+    for weight, grad in zip(weights, make_gradients(SHAPES, torch.float32, 0), strict=True):
+        weight.grad = grad
+    optimizer = WithoutPlans(weights, lr=lr)
+    optimizer.step()
+    parts = optimizer._memory[weights[0]].derived
+    optimizer.step()
+    assert optimizer._memory[weights[0]].derived is parts
+
+
+def test_an_lr_that_changes_in_place_is_checked_at_each_step():
+    weight, lr = torch.ones(3, 4), torch.tensor(1e-2)
+    weight.grad = torch.ones(3, 4)
+    optimizer = WithoutPlans([weight], lr=lr)
+    for _ in range(2):
+        optimizer.step()
+    before = weight.clone()
+    lr.fill_(torch.nan)
+    with pytest.raises(ValueError, match="Invalid options of group 0|Learning rate"):
+        optimizer.step()
+    assert torch.equal(weight, before)
 
 
 def test_an_lr_below_0_is_an_error_of_a_repeated_step_too():

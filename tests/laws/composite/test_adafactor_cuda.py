@@ -97,7 +97,7 @@ def test_a_step_neither_waits_nor_keeps_memory():
     torch.cuda.set_sync_debug_mode("error")
     try:
         optimizer.step()
-        optimizer._noted = None  # the way that a step takes when something has changed
+        optimizer._forget_plans()  # the next step checks everything
         optimizer.step()
         optimizer.step(zero_grad=True)
     finally:
