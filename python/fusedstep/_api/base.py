@@ -112,6 +112,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     _own_options: ClassVar[dict[str, Any]] = OWN
     #: Options that older dictionaries lack, with the values that mean what was done then.
     _later_options: ClassVar[dict[str, Any]] = named_values(OF_TORCH, "before")
+    #: The argument of the constructor that chooses values of other options, if there is one.
+    _preset: ClassVar[str | None] = None
     #: States that older dictionaries lack.
     _later_states: ClassVar[frozenset[str]] = frozenset()
 

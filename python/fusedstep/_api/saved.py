@@ -318,7 +318,7 @@ def _kind(value: Any) -> str:
 def _check_kind(optimizer: Owner, index: int, saved: dict[str, Any], states: list[Any]) -> None:
     """Raises if the options of a saved group are those of an optimizer with another formula."""
     own = optimizer.defaults.keys() | options_of(type(optimizer)) | optimizer._own_options.keys()
-    own -= {"variant"}  # which Adafactor finds out for a dictionary of any class
+    own -= {optimizer._preset}  # which a class finds out for a dictionary of another one
     name = type(optimizer).__name__
     likely = [
         cls
@@ -328,7 +328,6 @@ def _check_kind(optimizer: Owner, index: int, saved: dict[str, Any], states: lis
     shared = [len(saved.keys() & options_of(cls)) for cls in likely]
     likely = [cls for cls, count in zip(likely, shared, strict=True) if count == max(shared)]
     known = set().union(*(options_of(cls) - cls._own_options.keys() for cls in classes))
-    known -= {"fused"}
     stepped = [each for each in states if isinstance(each, Mapping) and each]
     exact = [
         cls

@@ -23,16 +23,11 @@ _NOTES = frozenset(
     | {"lr_mult", "lr_scale", "max_lr", "max_momentum", "min_lr", "swa_lr"}
 )
 
-#: Options that say how a step runs, or are of LAMB's ratio: a class without them has no ratio.
-_OF_PARTS = frozenset({"capturable", "differentiable", "foreach", "fused", "keep_grad"}) | {
-    *("always_adapt", "max_ratio", "max_weight_norm", "min_ratio")
-}
-
 
 @cached
 def options_of(cls: type[Owner]) -> frozenset[str]:
     """The names of the options that groups of a class have."""
-    named = inspect.signature(cls).parameters.keys() - {"params", "variant"}
+    named = inspect.signature(cls).parameters.keys() - {"params", cls._preset}
     return frozenset(named | cls._later_options.keys())
 
 
@@ -48,7 +43,7 @@ def unknown_options(
 
     ``notes``: names that are known to be the user's own.
     """
-    known = options_of(cls) | cls._own_options.keys() | _NOTES | _OF_PARTS | FOREIGN.keys() | notes
+    known = options_of(cls) | cls._own_options.keys() | FOREIGN.keys() | _moot() | _NOTES | notes
     return [
         f"{name}={value!r:.40}"
         for name, value in group.items()
@@ -59,7 +54,7 @@ def unknown_options(
 def check_keys(cls: type[Owner], keys: Iterable[Any]) -> None:
     """Raises a key of a group that is an option with a typo; all others are the user's own."""
     own = options_of(cls) | cls._own_options.keys()
-    known = own | _NOTES | _OF_PARTS | FOREIGN.keys() | _of_any_class()
+    known = own | _NOTES | FOREIGN.keys() | _of_any_class()
     for key in keys:
         if isinstance(key, str) and key not in known and (near := _misspelt(key, own)):
             raise ValueError(
@@ -78,6 +73,13 @@ def _misspelt(key: str, options: Set[str]) -> str | None:
         if option not in plain or len(plain) <= len(option) + 1:
             return option
     return None
+
+
+@cached
+def _moot() -> frozenset[str]:
+    """The options of all classes that ask no class without them for another formula."""
+    kinds = [kinds for cls in classes for kinds in cls._option_kinds.items()]
+    return frozenset(name for name, kind in kinds if kind.moot_elsewhere)
 
 
 @cached

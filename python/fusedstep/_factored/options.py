@@ -35,7 +35,7 @@ _BEYOND_TORCH: dict[str, Any] = {
 #: The options of a group, by torch's names; a dictionary may lack those that torch's class lacks.
 ADAFACTOR: Options = {
     **SHARED,
-    "foreach": Flag(before=None),
+    "foreach": Flag(before=None, moot_elsewhere=True),
     "beta2_decay": Number(least=None),
     "eps": NumberTuple(count=None),
     "d": Number(),

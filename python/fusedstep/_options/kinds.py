@@ -37,12 +37,15 @@ class Option:
         always_saved: whether all dictionaries of the optimizer have the option, but for one that
             is ``before`` or ``unset``.
         fills_sides: whether the sides of weights have to be a multiple of the option, or no less.
+        moot_elsewhere: whether no value asks a class without the option for another formula: the
+            option says how a step runs, or is of a factor that such a class has not.
     """
 
     before: Any = NOTHING
     unset: Any = NOTHING
     always_saved: bool = False
     fills_sides: bool = False
+    moot_elsewhere: bool = False
 
     def checked(self, name: str, value: Any, tensors: bool) -> Any:
         """Returns the value that a constructor takes; raises if the value is out of range.

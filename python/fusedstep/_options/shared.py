@@ -20,7 +20,7 @@ from fusedstep._options.kinds import (
 SHARED: Options = {
     "lr": LearningRate(),
     "maximize": Flag(before=False),
-    "fused": Flag(unset=None),
+    "fused": Flag(unset=None, moot_elsewhere=True),
     "state_dtype": Option(unset=None),
     "master_weights": Option(unset=False),
     "rounding": Option(unset=None),
@@ -33,12 +33,12 @@ SHARED: Options = {
 #: last three options means the value given here, as torch's class does.
 OF_TORCH: Options = {
     **SHARED,
-    "fused": Flag(before=None, unset=None),
-    "foreach": Flag(before=None),
-    "differentiable": Flag(before=False),
+    "fused": Flag(before=None, unset=None, moot_elsewhere=True),
+    "foreach": Flag(before=None, moot_elsewhere=True),
+    "differentiable": Flag(before=False, moot_elsewhere=True),
 }
 
-CAPTURABLE: Options = {"capturable": Flag(before=False)}
+CAPTURABLE: Options = {"capturable": Flag(before=False, moot_elsewhere=True)}
 
 EPSILON = Number(label="epsilon")
 

@@ -51,6 +51,7 @@ class Owner(Optimizer):
     _foreign_states: ClassVar[frozenset[str]]
     _option_kinds: ClassVar[Options]
     _own_options: ClassVar[dict[str, Any]]
+    _preset: ClassVar[str | None]
     _later_states: ClassVar[frozenset[str]]
     _later_options: ClassVar[dict[str, Any]]
 

@@ -133,6 +133,7 @@ class Adafactor(FusedOptimizer):
     """
 
     _rule = "adafactor"
+    _preset = "variant"
     _state_kinds: ClassVar[States] = {
         **plain("row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg"),
         **COUNT,

@@ -116,6 +116,7 @@ class Lamb(FusedOptimizer):
     """
 
     _rule = "lamb"
+    _preset = "variant"
     _state_kinds: ClassVar[States] = {**plain("exp_avg", "exp_avg_sq"), **COUNT}
     _elementwise = False
     _in_phases = True
@@ -126,7 +127,7 @@ class Lamb(FusedOptimizer):
         **OF_ADAM,
         "debias": Option(before=_PAPER["debias"]),
         "decoupled_decay": Flag(before=_PAPER["decoupled_decay"]),
-        "always_adapt": Flag(before=_PAPER["always_adapt"]),
+        "always_adapt": Flag(before=_PAPER["always_adapt"], moot_elsewhere=True),
         "max_grad_norm": Number(
             before=_PAPER["max_grad_norm"],
             unset=None,
@@ -134,10 +135,14 @@ class Lamb(FusedOptimizer):
             may_be_none=True,
             is_limit=True,
         ),
-        "max_weight_norm": Number(before=_PAPER["max_weight_norm"], is_limit=True),
-        "min_ratio": Number(before=_PAPER["min_ratio"]),
-        "max_ratio": Number(before=_PAPER["max_ratio"], least=None, is_limit=True),
-        "keep_grad": Flag(before=False),
+        "max_weight_norm": Number(
+            before=_PAPER["max_weight_norm"], is_limit=True, moot_elsewhere=True
+        ),
+        "min_ratio": Number(before=_PAPER["min_ratio"], moot_elsewhere=True),
+        "max_ratio": Number(
+            before=_PAPER["max_ratio"], least=None, is_limit=True, moot_elsewhere=True
+        ),
+        "keep_grad": Flag(before=False, moot_elsewhere=True),
     }
 
     def __init__(
