@@ -17,9 +17,22 @@ constexpr int kTilesResident = sizeof(ComputeOf<Stored>) == sizeof(float) ? 4 : 
 __device__ __forceinline__ int warp() { return static_cast<int>(threadIdx.x) / kWarp; }
 __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
 
-__device__ __forceinline__ void enter() {
+// Returns whether the step is taken.
+__device__ __forceinline__ bool enter(const FactoredLaunch& launch) {
   let_next_kernel_begin();
   wait_for_kernel_before();
+  return !left_out(launch.found_inf);
+}
+
+__device__ __forceinline__ const FactoredOptions& options_of(const FactoredLaunch& launch,
+                                                             const FactoredTask& task) {
+  return launch.options[task.options];
+}
+
+template <class T>
+__device__ __forceinline__ T grad_factor_of(const FactoredLaunch& launch, const FactoredTask& task) {
+  const double more = launch.more_factor != nullptr ? *launch.more_factor : 1.0;
+  return static_cast<T>(options_of(launch, task).grad_factor * more);
 }
 
 // The sum of what a warp's threads have, in a tree: in the first.
@@ -119,13 +132,13 @@ __device__ __forceinline__ void for_tile(const FactoredLaunch& launch, bool back
 template <class Grad>
 __global__ void __launch_bounds__(kThreads, kTilesResident<Grad>)
     sums_kernel(const __grid_constant__ FactoredLaunch launch) {
-  enter();
+  if (!enter(launch)) return;
   for_tile(launch, false, [&](const Tile& tile, auto way) {
     using Way = decltype(way);
     using T = ComputeOf<Grad>;
     const FactoredTask& task = tile.task;
     const TileElements<Grad, Way> grads(tile, task.grad);
-    const T factor = static_cast<T>(launch.options.grad_factor);
+    const T factor = grad_factor_of<T>(launch, task);
     double* const row_sums =
         task.row_sums + (tile.matrix * task.column_tiles + tile.column / kTileColumns) * task.rows + tile.row;
     T columns[kColumnsOfThread] = {};
@@ -243,7 +256,7 @@ __device__ __forceinline__ void take_moments(const FactoredLaunch& launch, const
                                    task.whole.columns,
                                    task.mean_sums + matrix * means * kPartials,
                                    is_asked ? share : nullptr};
-    take_moments(launch.options, of, unit % of_rows);
+    take_moments(options_of(launch, task), of, unit % of_rows);
     return;
   }
   const int64_t of_columns = moment_units(task.columns, is_given ? 1 : task.row_tiles);
@@ -253,7 +266,7 @@ __device__ __forceinline__ void take_moments(const FactoredLaunch& launch, const
   double* const share = task.share_of_columns + matrix * task.columns;
   if (is_given) {
     const MomentSums<T, double> of{moments, share, task.columns, 1, task.whole.rows, nullptr, nullptr};
-    take_moments(launch.options, of, in_matrix);
+    take_moments(options_of(launch, task), of, in_matrix);
     return;
   }
   const MomentSums<T, T> of{moments,
@@ -263,11 +276,11 @@ __device__ __forceinline__ void take_moments(const FactoredLaunch& launch, const
                             task.whole.rows,
                             nullptr,
                             is_asked ? share : nullptr};
-  take_moments(launch.options, of, in_matrix);
+  take_moments(options_of(launch, task), of, in_matrix);
 }
 
 __global__ void __launch_bounds__(kThreads) moments_kernel(const __grid_constant__ FactoredLaunch launch) {
-  enter();
+  if (!enter(launch)) return;
   const FactoredUnit unit = launch.units[blockIdx.x];
   const FactoredTask& task = launch.tasks[unit.tensor];
   if (task.as_double) {
@@ -279,12 +292,12 @@ __global__ void __launch_bounds__(kThreads) moments_kernel(const __grid_constant
 
 // Runs as one warp a matrix.
 __global__ void means_kernel(const __grid_constant__ FactoredLaunch launch) {
-  enter();
+  if (!enter(launch)) return;
   const FactoredUnit unit = launch.units[blockIdx.x];
   const FactoredTask& task = launch.tasks[unit.tensor];
   if (launch.part == FactoredPart::kNorms || launch.part == FactoredPart::kApply) {
     const double given = task.share_of_means[unit.index];
-    if (lane() == 0) task.means[unit.index] = mean_of_rows(launch.options, given, task.whole.rows);
+    if (lane() == 0) task.means[unit.index] = mean_of_rows(options_of(launch, task), given, task.whole.rows);
     return;
   }
   const int64_t parts = (task.rows + kMeanRows - 1) / kMeanRows;
@@ -293,12 +306,12 @@ __global__ void means_kernel(const __grid_constant__ FactoredLaunch launch) {
   if (launch.part == FactoredPart::kRows) {
     task.share_of_means[unit.index] = sum;
   } else {
-    task.means[unit.index] = mean_of_rows(launch.options, sum, task.whole.rows);
+    task.means[unit.index] = mean_of_rows(options_of(launch, task), sum, task.whole.rows);
   }
 }
 
 __global__ void __launch_bounds__(kThreads) lengths_kernel(const __grid_constant__ FactoredLaunch launch) {
-  enter();
+  if (!enter(launch)) return;
   const FactoredTask& task = launch.tasks[blockIdx.x];
   const bool is_given = launch.part == FactoredPart::kApply;
   const Sums<2> norms2 =
@@ -308,8 +321,8 @@ __global__ void __launch_bounds__(kThreads) lengths_kernel(const __grid_constant
   if (launch.part == FactoredPart::kNorms) {
     for (int which = 0; which < 2; ++which) task.share_of_norms[which] = norms2.of[which];
   } else {
-    *task.lengths =
-        lengths_of(launch.options, norms2.of[0], norms2.of[1], static_cast<double>(task.whole.elements));
+    *task.lengths = lengths_of(options_of(launch, task), norms2.of[0], norms2.of[1],
+                               static_cast<double>(task.whole.elements));
   }
 }
 
@@ -317,7 +330,8 @@ __global__ void __launch_bounds__(kThreads) lengths_kernel(const __grid_constant
 template <class T>
 class Update {
  public:
-  __device__ Update(const FactoredLaunch& launch, const Tile& tile) : most_(launch.options.most) {
+  __device__ Update(const FactoredLaunch& launch, const Tile& tile)
+      : most_(options_of(launch, tile.task).most) {
     const FactoredTask& task = tile.task;
     const T* const columns =
         static_cast<const T*>(task.column_moments) + tile.matrix * task.columns + tile.column + lane();
@@ -349,15 +363,15 @@ class Update {
 template <class Weight, class Grad>
 __global__ void __launch_bounds__(kThreads, kTilesResident<Weight>)
     norms_kernel(const __grid_constant__ FactoredLaunch launch) {
-  enter();
+  if (!enter(launch)) return;
   for_tile(launch, true, [&](const Tile& tile, auto way) {
     using Way = decltype(way);
     using T = ComputeOf<Weight>;
     const TileElements<Weight, Way> weights(tile, tile.task.weight);
     const TileElements<Grad, Way> grads(tile, tile.task.grad);
     const Update<T> update(launch, tile);
-    const T factor = static_cast<T>(launch.options.grad_factor);
-    const bool needs_weights = launch.options.scaled != 0;
+    const T factor = grad_factor_of<T>(launch, tile.task);
+    const bool needs_weights = options_of(launch, tile.task).scaled != 0;
     double of_weight = 0, of_update = 0;
 #pragma unroll 1
     for (int row = 0; row < tile.rows; ++row) {
@@ -385,7 +399,7 @@ __global__ void __launch_bounds__(kThreads, kTilesResident<Weight>)
 template <class Weight, class Grad>
 __global__ void __launch_bounds__(kThreads, kTilesResident<Weight>)
     apply_kernel(const __grid_constant__ FactoredLaunch launch) {
-  enter();
+  if (!enter(launch)) return;
   for_tile(launch, false, [&](const Tile& tile, auto way) {
     using Way = decltype(way);
     using T = ComputeOf<Weight>;
@@ -397,9 +411,10 @@ __global__ void __launch_bounds__(kThreads, kTilesResident<Weight>)
     const bool averages = task.moment.data != nullptr;
     const Update<T> update(launch, tile);
     const FactoredLengths lengths = *task.lengths;
-    const T factor = static_cast<T>(launch.options.grad_factor), keep = static_cast<T>(lengths.keep),
-            step = static_cast<T>(lengths.step), beta = static_cast<T>(launch.options.beta),
-            one_minus_beta = static_cast<T>(1 - launch.options.beta);
+    const double average = options_of(launch, task).beta;
+    const T factor = grad_factor_of<T>(launch, task), keep = static_cast<T>(lengths.keep),
+            step = static_cast<T>(lengths.step), beta = static_cast<T>(average),
+            one_minus_beta = static_cast<T>(1 - average);
 #pragma unroll 1
     for (int row = 0; row < tile.rows; ++row) {
       T w[kColumnsOfThread], move[kColumnsOfThread];

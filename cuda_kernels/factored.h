@@ -26,6 +26,7 @@ struct FactoredTask {
   FactoredArray weight, grad, moment;
   const int64_t* outer_sizes;
   int outer_dims;
+  uint32_t options;              // the number of the tensor's options
   bool as_double;                // the maths
   int64_t count, rows, columns;  // of matrices, and of what each has
   int64_t row_tiles, column_tiles;
@@ -56,7 +57,9 @@ struct FactoredLaunch {
   const FactoredTask* tasks;
   const FactoredUnit* units;
   int64_t unit_count;  // or that of the tasks
-  FactoredOptions options;
+  const FactoredOptions* options;
+  const double* more_factor;  // multiplies gradients once more; null: by nothing
+  const float* found_inf;     // not zero: the step is skipped; null: it is not
   FactoredPart part;
   Queue queue;
 };

@@ -69,11 +69,11 @@ void send_tables(int device, std::byte* to, const std::vector<std::byte>& from, 
   of_device[device].send(to, from, stream);
 }
 
-class CudaFactoredStep final : public DeviceFactoredStep {
+class CudaFactoredStep final : public PreparedStep {
  public:
-  CudaFactoredStep(int device, std::span<const FactoredTensor> tensors, const FactoredOptions& options,
-                   FactoredPart part)
-      : device_(device), tensors_(tensors), options_(options), part_(part) {
+  CudaFactoredStep(int device, std::vector<FactoredTensor> tensors, const OptionsOfTensors& options,
+                   FactoredPart part, const DeviceInputs& inputs)
+      : device_(device), tensors_(std::move(tensors)), options_(options), part_(part), inputs_(inputs) {
     const DeviceGuard guard(device_);
     stream_ = current_stream(device_);
     if (is_capturing(stream_)) {
@@ -85,12 +85,19 @@ class CudaFactoredStep final : public DeviceFactoredStep {
 
   size_t scratch_bytes() const override { return offsets_.bytes(); }
 
-  void run(std::byte* scratch) override {
+  void use(std::byte* scratch) override { scratch_ = scratch; }
+
+  void run(const Aside& aside) override {
+    if (aside) aside();  // first: a launch may wait for what needs Python's lock
+    if (tensors_.empty()) return;
     const DeviceGuard guard(device_);
+    std::byte* const scratch = scratch_;
     send_tables(device_, scratch, tables(scratch), stream_);
     FactoredLaunch launch{};
     launch.tasks = reinterpret_cast<const FactoredTask*>(scratch + tasks_at_);
-    launch.options = options_;
+    launch.options = reinterpret_cast<const FactoredOptions*>(scratch + options_at_);
+    launch.more_factor = inputs_.grad_factor;
+    launch.found_inf = inputs_.found_inf;
     launch.part = part_;
     launch.queue.stream = stream_;
     const auto over = [&](size_t units_at, size_t first, size_t last, auto pass) {
@@ -161,6 +168,7 @@ class CudaFactoredStep final : public DeviceFactoredStep {
 
   void place() {
     tasks_at_ = offsets_.place<FactoredTask>(tensors_.size());
+    options_at_ = offsets_.place<FactoredOptions>(options_.options.size());
     size_t dims = 0;
     for (const FactoredTensor& tensor : tensors_) dims += kDimLists * tensor.outer.size();
     dims_at_ = offsets_.place<int64_t>(dims);
@@ -218,6 +226,7 @@ class CudaFactoredStep final : public DeviceFactoredStep {
       task.moment.data = tensor.moment.data;
       task.outer_sizes = copied(tensor.outer);
       task.outer_dims = static_cast<int>(tensor.outer.size());
+      task.options = options_.number_of(t);
       task.as_double = tensor.format == FactoredFormat::kDouble;
       task.count = tensor.count;
       task.rows = tensor.rows;
@@ -247,6 +256,7 @@ class CudaFactoredStep final : public DeviceFactoredStep {
       if (!list.empty()) std::memcpy(all.data() + at, list.data(), list.size() * sizeof list[0]);
     };
     put(tasks_at_, tasks);
+    put(options_at_, options_.options);
     put(dims_at_, dims);
     put(tiles_at_, tiles_);
     put(moments_at_, moments_);
@@ -257,23 +267,25 @@ class CudaFactoredStep final : public DeviceFactoredStep {
   static constexpr size_t kDimLists = 4;  // sizes, and the strides of weight, gradient and moment
 
   int device_;
-  std::span<const FactoredTensor> tensors_;
-  FactoredOptions options_;
+  std::vector<FactoredTensor> tensors_;
+  OptionsOfTensors options_;
   FactoredPart part_;
+  DeviceInputs inputs_;
+  std::byte* scratch_ = nullptr;
   cudaStream_t stream_ = nullptr;
   bool early_ = can_start_early(device_);  // a kernel may start before the one ahead has ended
   std::vector<FactoredUnit> tiles_, moments_, matrices_;
   size_t first_tile_[kFormats + 1] = {};  // of each format
   TableOffsets offsets_;
-  size_t tasks_at_ = 0, dims_at_ = 0, tiles_at_ = 0, moments_at_ = 0, matrices_at_ = 0, table_bytes_ = 0;
+  size_t tasks_at_ = 0, options_at_ = 0, dims_at_ = 0, tiles_at_ = 0, moments_at_ = 0, matrices_at_ = 0,
+         table_bytes_ = 0;
   std::vector<Places> places_;
 };
 
 [[maybe_unused]] const bool registered = [] {
-  register_cuda_factored([](int device, std::span<const FactoredTensor> tensors,
-                            const FactoredOptions& options,
-                            FactoredPart part) -> std::unique_ptr<DeviceFactoredStep> {
-    return std::make_unique<CudaFactoredStep>(device, tensors, options, part);
+  register_cuda_factored([](int device, std::vector<FactoredTensor> tensors, const OptionsOfTensors& options,
+                            FactoredPart part, const DeviceInputs& inputs) -> std::unique_ptr<PreparedStep> {
+    return std::make_unique<CudaFactoredStep>(device, std::move(tensors), options, part, inputs);
   });
   return true;
 }();

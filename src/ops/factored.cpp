@@ -132,14 +132,6 @@ Elements elements_in_memory(const TensorView& tensor) {
   return {begin, begin + span_bytes(tensor), element_size(tensor.dtype), tensor.sizes, tensor.strides};
 }
 
-Tensor new_bytes(size_t count, int device) {
-  const auto size = static_cast<int64_t>(count), stride = int64_t{1};
-  AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &size, &stride, aoti_torch_dtype_uint8(),
-                                                  aoti_torch_device_type_cuda(), device, &handle));
-  return Tensor(handle);
-}
-
 void check_apart(const std::vector<TensorView>& weights, const std::vector<TensorView>& grads) {
   std::vector<Elements> elements;
   for (size_t i = 0; i < weights.size(); ++i) {
@@ -184,10 +176,10 @@ struct Operands {
   void take(const FactoredOptions& options, FactoredPart part) const {
     if (tensors.empty()) return;
     if (device == kHost) return factored_step(tensors, options, part, num_threads());
-    const std::unique_ptr<DeviceFactoredStep> step = new_factored_step(device, tensors, options, part);
-    // torch gives the memory to no other stream before this one is done with it.
-    const Tensor scratch = new_bytes(step->scratch_bytes(), device);
-    step->run(static_cast<std::byte*>(scratch.data_ptr()));
+    const std::unique_ptr<PreparedStep> step = new_factored_step(device, tensors, {{options}, {}}, part);
+    const Tensor scratch = new_device_memory(step->scratch_bytes(), device);
+    step->use(static_cast<std::byte*>(scratch.data_ptr()));
+    step->run({});
   }
 };
 

@@ -170,9 +170,15 @@ class Stepping {
 
 std::unique_ptr<PreparedStep> prepare_on_device(NativePlan& native, const BoundRule& rule,
                                                 const StepOptions& options) {
-  check(rule.make_step == nullptr, "there are no kernels of a rule over rows on a device");
   const DeviceInputs inputs{number<float>(native.lr), number<double>(native.grad_factor),
                             number<float>(native.found_inf)};
+  if (rule.make_step != nullptr) {
+    check(native.steps[0].is_cpu(), "a rule over rows counts its steps on the host");
+    std::unique_ptr<PreparedStep> step = rule.make_step(native.plan, rule, native.counts, options, inputs);
+    native.scratch = new_device_memory(step->scratch_bytes(), native.plan.device());
+    step->use(static_cast<std::byte*>(native.scratch->data_ptr()));
+    return step;
+  }
   if (!native.steps[0].is_cpu()) {
     return native.device->prepare_counted(native.plan, rule, native.count_places, options, inputs);
   }
@@ -182,6 +188,7 @@ std::unique_ptr<PreparedStep> prepare_on_device(NativePlan& native, const BoundR
 // Forgets a step that has been taken, or has been prepared only.
 void forget_step(NativePlan& native) {
   native.prepared.reset();
+  native.scratch = std::nullopt;
   native.lr = native.grad_factor = native.found_inf = std::nullopt;
 }
 
@@ -272,6 +279,16 @@ void drop_plan(int64_t handle) {
     dropped = std::move(found->second);
     all.plans.erase(found);
   }
+}
+
+Tensor new_device_memory(size_t bytes, int device) {
+  const auto size = static_cast<int64_t>(bytes), stride = int64_t{1};
+  AtenTensorHandle handle = nullptr;
+  const AOTITorchError error = aoti_torch_empty_strided(1, &size, &stride, aoti_torch_dtype_uint8(),
+                                                        aoti_torch_device_type_cuda(), device, &handle);
+  check(error == AOTI_TORCH_SUCCESS, "there is no memory on cuda:" + std::to_string(device) +
+                                         " for the sums of a step: " + std::to_string(bytes) + " bytes");
+  return Tensor(handle);
 }
 
 void check(bool condition, std::string_view text) {

@@ -71,6 +71,7 @@ struct NativePlan {
   Tensors parts;                                     // of sparse gradients, from bind to step
   std::optional<Tensor> lr, grad_factor, found_inf;  // numbers that the next step reads on its device
   std::unique_ptr<PreparedStep> prepared;            // the next step, once it can be taken
+  std::optional<Tensor> scratch;                     // the memory that it needs on a device
   std::vector<double> counts;        // the values of `steps` after the next step; empty: nothing is bound
   std::vector<float*> count_places;  // where these are, since they were bound
   Bound bound{words_before_sizes};   // operands bound last, if no gradient was sparse
@@ -90,6 +91,9 @@ std::shared_ptr<NativePlan> find_plan(int64_t handle);
 
 // Throws std::runtime_error with this text unless `condition` holds.
 void check(bool condition, std::string_view text);
+
+// Memory of a CUDA device from torch, which gives it to no other stream before this one is done with it.
+Tensor new_device_memory(size_t bytes, int device);
 
 // The number of states that each of `weights` weights has in a list of them as a NativePlan has it. Throws
 // std::runtime_error if it is not the same for all.

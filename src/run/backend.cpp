@@ -5,6 +5,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "src/run/cuda_library.h"
 
@@ -52,9 +53,10 @@ void register_cuda_low_rank_products(LowRankProducts products) { low_rank_taker 
 
 std::unique_ptr<DevicePlan> new_device_plan(int device) { return loaded(plan_factory)(device); }
 
-std::unique_ptr<DeviceFactoredStep> new_factored_step(int device, std::span<const FactoredTensor> tensors,
-                                                      const FactoredOptions& options, FactoredPart part) {
-  return loaded(factored_step_factory)(device, tensors, options, part);
+std::unique_ptr<PreparedStep> new_factored_step(int device, std::vector<FactoredTensor> tensors,
+                                                const OptionsOfTensors& options, FactoredPart part,
+                                                const DeviceInputs& inputs) {
+  return loaded(factored_step_factory)(device, std::move(tensors), options, part, inputs);
 }
 
 void projected_step(int device, const BoundRule& rule, double step, const ProjectedTensor& tensor) {

@@ -16,13 +16,6 @@
 
 namespace fusedstep {
 
-// Inputs that a step reads on its device. Null: the host's value is used.
-struct DeviceInputs {
-  const float* lr = nullptr;            // instead of the rule's
-  const double* grad_factor = nullptr;  // multiplies StepOptions::grad_factor
-  const float* found_inf = nullptr;     // not zero: the step is skipped
-};
-
 // A plan's counterpart on its device. Work is queued on the device's current stream; nothing waits for it.
 class DevicePlan {
  public:
@@ -43,17 +36,6 @@ class DevicePlan {
   virtual void check_rows(Plan& plan) = 0;
   // Adds grad_norm2() to a number on the device.
   virtual void add_grad_norm2(Plan& plan, double* sum) = 0;
-};
-
-// factored_step() on a device, for the tensors that it was made of.
-class DeviceFactoredStep {
- public:
-  virtual ~DeviceFactoredStep() = default;
-
-  // The memory on the device that run() needs, aligned to 256 bytes. It may be used again once what run() has
-  // queued is done.
-  virtual size_t scratch_bytes() const = 0;
-  virtual void run(std::byte* scratch) = 0;
 };
 
 // The passes around the matrix products of a step (src/core/matrix_passes.h) on a device.
@@ -81,8 +63,12 @@ struct DeviceChains {
 using LowRankProducts = bool (*)(int device, std::span<const LowRankProduct> products,
                                  ProductPrecision precision);
 
-using DeviceFactoredStepFactory = std::unique_ptr<DeviceFactoredStep> (*)(
-    int device, std::span<const FactoredTensor> tensors, const FactoredOptions& options, FactoredPart part);
+// Makes a part of a step of tensors on a device, whose operands must outlive it.
+using DeviceFactoredStepFactory = std::unique_ptr<PreparedStep> (*)(int device,
+                                                                    std::vector<FactoredTensor> tensors,
+                                                                    const OptionsOfTensors& options,
+                                                                    FactoredPart part,
+                                                                    const DeviceInputs& inputs);
 using DevicePlanFactory = std::unique_ptr<DevicePlan> (*)(int device);
 
 // Sets the functions that make the plans, and the steps, of CUDA tensors, or take them.
@@ -94,8 +80,9 @@ FUSEDSTEP_API void register_cuda_chains(DeviceChains chains);
 FUSEDSTEP_API void register_cuda_low_rank_products(LowRankProducts products);
 // These throw std::runtime_error if there is no such library in the process.
 std::unique_ptr<DevicePlan> new_device_plan(int device);
-std::unique_ptr<DeviceFactoredStep> new_factored_step(int device, std::span<const FactoredTensor> tensors,
-                                                      const FactoredOptions& options, FactoredPart part);
+std::unique_ptr<PreparedStep> new_factored_step(int device, std::vector<FactoredTensor> tensors,
+                                                const OptionsOfTensors& options, FactoredPart part,
+                                                const DeviceInputs& inputs = {});
 void projected_step(int device, const BoundRule& rule, double step, const ProjectedTensor& tensor);
 const DevicePasses& device_passes();
 const DeviceChains& device_chains();

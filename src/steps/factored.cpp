@@ -15,6 +15,7 @@
 
 #include "src/core/reduction.h"
 #include "src/plan/operand_checks.h"
+#include "src/run/backend.h"
 #include "src/run/dispatch.h"
 #include "src/run/session.h"
 
@@ -98,17 +99,6 @@ double sum_in_groups(int64_t count, At at) {
 struct Item {
   size_t tensor;
   int64_t begin, end;
-};
-
-// The options of the tensors. Most tensors have the same options, which are stored once.
-struct OptionsOfTensors {
-  std::vector<FactoredOptions> options;
-  std::vector<uint32_t>
-      of_tensor;  // the index of the options of each tensor; empty if all tensors have the first
-
-  const FactoredOptions& operator[](size_t tensor) const {
-    return options[of_tensor.empty() ? 0 : of_tensor[tensor]];
-  }
 };
 
 class Step {
@@ -603,8 +593,25 @@ class PlannedStep final : public PreparedStep {
   Step step_;
 };
 
+// The same on a device.
+class PlannedDeviceStep final : public PreparedStep {
+ public:
+  PlannedDeviceStep(Plan& plan, std::unique_ptr<PreparedStep> step) : plan_(plan), step_(std::move(step)) {}
+
+  void run(const Aside& aside) override {
+    step_->run(aside);
+    plan_.memory().ran_on = "cuda";
+  }
+  size_t scratch_bytes() const override { return step_->scratch_bytes(); }
+  void use(std::byte* scratch) override { step_->use(scratch); }
+
+ private:
+  Plan& plan_;
+  std::unique_ptr<PreparedStep> step_;
+};
+
 std::unique_ptr<PreparedStep> prepare_adafactor(Plan& plan, const BoundRule& rule, std::span<double> steps,
-                                                const StepOptions& step_options) {
+                                                const StepOptions& step_options, const DeviceInputs& inputs) {
   if (step_options.grads != GradUse::kLeave) {
     throw std::runtime_error("a step with factored moments leaves gradients as they are");
   }
@@ -623,6 +630,10 @@ std::unique_ptr<PreparedStep> prepare_adafactor(Plan& plan, const BoundRule& rul
       options.options.push_back(options_at(hyper, steps[i], eps_of(tensor.format), grad_factor));
     }
     options.of_tensor.push_back(found->second);
+  }
+  if (plan.device() != kHost) {
+    return std::make_unique<PlannedDeviceStep>(
+        plan, new_factored_step(plan.device(), std::move(tensors), options, FactoredPart::kWhole, inputs));
   }
   return std::make_unique<PlannedStep>(plan, std::move(tensors), std::move(options), step_options.threads);
 }

@@ -3,6 +3,7 @@
 #include <array>
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "src/core/factored.h"
 #include "src/plan/layout.h"
@@ -80,6 +81,15 @@ struct AdafactorHyper {
                                            "warmup_init",
                                            "max_relative_step",
                                            "is_torchs"};
+};
+
+// The options of tensors. Most tensors have the same options, which are stored once.
+struct OptionsOfTensors {
+  std::vector<FactoredOptions> options;
+  std::vector<uint32_t> of_tensor;  // the number of the options of each; empty if all tensors have the first
+
+  uint32_t number_of(size_t tensor) const { return of_tensor.empty() ? 0 : of_tensor[tensor]; }
+  const FactoredOptions& operator[](size_t tensor) const { return options[number_of(tensor)]; }
 };
 
 // The states of the rule: second moments of rows and of columns and, if it averages, a first moment.

@@ -267,7 +267,9 @@ BoundRule bind_rowwise(const RowwiseOptions& options) {
   bound.states = static_cast<int>(kRowwiseRoles.size());
   bound.roles = kRowwiseRoles;
   bound.make_step = [](Plan& plan, const BoundRule& rule, std::span<double> steps,
-                       const StepOptions& step_options) -> std::unique_ptr<PreparedStep> {
+                       const StepOptions& step_options,
+                       const DeviceInputs&) -> std::unique_ptr<PreparedStep> {
+    if (plan.device() != kHost) throw std::runtime_error("there are no kernels of this rule on a device");
     find_aliasing(plan, step_options);
     return std::make_unique<RowwiseStep>(plan, rule.hyper_as<RowwiseOptions>(), steps, step_options);
   };

@@ -396,7 +396,7 @@ Scalars prepare_scalars(const Plan& plan, const BoundRule& rule, std::span<doubl
 
 std::unique_ptr<PreparedStep> prepare_step(Plan& plan, const BoundRule& rule, std::span<double> numbers,
                                            const StepOptions& options) {
-  if (rule.make_step != nullptr) return rule.make_step(plan, rule, numbers, options);
+  if (rule.make_step != nullptr) return rule.make_step(plan, rule, numbers, options, {});
   refresh(plan, rule, options);
   Scalars scalars = prepare_scalars(plan, rule, numbers);
   if (rule.trust_ratio != nullptr) {

@@ -18,6 +18,7 @@
 namespace fusedstep {
 
 class PreparedStep;
+struct DeviceInputs;
 struct StepOptions;
 
 // A rule with its hyper-parameters, as the engine sees it: it knows no optimizer by name.
@@ -37,10 +38,11 @@ struct BoundRule {
   // Null for an elementwise rule.
   double (*trust_ratio)(const BoundRule& rule, double weight_norm2, double update_norm2);
   std::span<const Role> roles;  // of the states, as a plan has them
-  // Makes the step of a rule over rows, as prepare_step() does, on the CPU. Null for a rule over elements,
-  // which has kernels by its `id`.
+  // Makes the step of a rule over rows, as prepare_step() does. Null for a rule over elements, which has
+  // kernels by its `id`.
   std::unique_ptr<PreparedStep> (*make_step)(Plan& plan, const BoundRule& rule, std::span<double> numbers,
-                                             const StepOptions& options) = nullptr;
+                                             const StepOptions& options,
+                                             const DeviceInputs& inputs) = nullptr;
 
   template <class Hyper>
   Hyper hyper_as() const {
@@ -109,6 +111,13 @@ struct StepOptions {
   GradUse grads = GradUse::kLeave;
 };
 
+// Inputs that a step reads on its device. Null: the host's value is used.
+struct DeviceInputs {
+  const float* lr = nullptr;            // instead of the rule's
+  const double* grad_factor = nullptr;  // multiplies StepOptions::grad_factor
+  const float* found_inf = nullptr;     // not zero: the step is skipped
+};
+
 // The scalars of a tensor's step, and TensorTask::rounding.
 struct alignas(64) ScalarsBlock {
   std::byte bytes[BoundRule::kScalarsBytes];
@@ -143,6 +152,11 @@ class PreparedStep {
   // Updates weights and states of the plan, which is as it was when the step was prepared. On the CPU this
   // allocates nothing and cannot fail; on a device a launch may.
   virtual void run(const Aside& aside) = 0;
+
+  // The memory on the device that run() needs, aligned to 256 bytes: given before the run, it may be used
+  // again once what the run has queued is done.
+  virtual size_t scratch_bytes() const { return 0; }
+  virtual void use(std::byte* /*scratch*/) {}
 
   // The phases of a rule with norms apart, for what comes in between: norms over shards, say. The first
   // leaves new states, and updates in those gradients that may hold them, and writes the sums of squares of

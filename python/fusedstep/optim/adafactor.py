@@ -235,8 +235,20 @@ class Adafactor(FusedOptimizer):
         reason = why_not_native(weights, grads)
         if reason and own_option(group, "fused"):
             raise RuntimeError(reason)
-        are_plain = (p.is_cpu and way_of(group, p) is None and not _is_sharded(p) for p in weights)
-        return reason is None and self._fuses(group) and all(are_plain)
+        return (
+            reason is None
+            and self._fuses(group)
+            and len({p.device for p in weights}) == 1
+            and all(way_of(group, p) is None and not _is_sharded(p) for p in weights)
+            and (weights[0].is_cpu or self._host_counts(weights))
+        )
+
+    def _host_counts(self, weights: list[Tensor]) -> bool:
+        """Returns whether the host counts the steps of weights on a device, as the plan needs."""
+        counts = (self._state[p]["step"] for p in weights if self._state.get(p))
+        return not self._may_be_skipped() and all(
+            not isinstance(count, Tensor) or count.is_cpu for count in counts
+        )
 
     def _plan_at(
         self, place: tuple[int, ...], group: dict[str, Any], weights: list[Tensor]

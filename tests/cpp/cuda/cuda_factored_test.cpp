@@ -143,10 +143,16 @@ class CudaFactoredTest : public testing::TestWithParam<FactoredFormat> {
       if (shares) tensors.back().share = (*shares)[tensors.size() - 1]->numbers;
     }
     if (!on_device) return factored_step(tensors, options, part, 2);
-    const auto step = new_factored_step(0, tensors, options, part);
+    step_there(tensors, {{options}, {}}, part);
+  }
+
+  static void step_there(const std::vector<FactoredTensor>& tensors, const OptionsOfTensors& options,
+                         FactoredPart part = FactoredPart::kWhole, const DeviceInputs& inputs = {}) {
+    const auto step = new_factored_step(0, tensors, options, part, inputs);
     std::vector<std::byte> scratch(step->scratch_bytes() + kAlignment, std::byte{0xa5});
     const auto address = reinterpret_cast<uintptr_t>(scratch.data());
-    step->run(scratch.data() + (kAlignment - address % kAlignment));
+    step->use(scratch.data() + (kAlignment - address % kAlignment));
+    step->run({});
   }
 
   // As if the other processes had the same numbers as this one: sums grow as much as what they are divided
@@ -228,6 +234,39 @@ TEST_P(CudaFactoredTest, SameBitsAsOnTheCpu) {
   }
 }
 
+TEST_P(CudaFactoredTest, TensorsHaveOptionsOfTheirOwn) {
+  std::vector<Subject> actual;
+  for (const int64_t rows : {1, 66, 30}) {
+    actual.emplace_back(GetParam(), 1, rows, 258, Layout::kRows, true, actual.size());
+  }
+  std::vector<Subject> expected = actual;
+  std::vector<FactoredTensor> there;
+  for (Subject& subject : actual) there.push_back(subject.tensor());
+  step_there(there, {{kOptions[0], kOptions[1]}, {1, 0, 1}});
+  for (size_t t = 0; t < expected.size(); ++t) {
+    std::vector<Subject> one{expected[t]};
+    step(one, kOptions[t == 1 ? 0 : 1], false);
+    EXPECT_EQ(actual[t], one[0]) << "tensor " << t;
+  }
+}
+
+TEST_P(CudaFactoredTest, AFactorOnTheDeviceMultipliesGradients) {
+  std::vector<Subject> actual{{GetParam(), 1, 66, 258, Layout::kRows, true, 1}}, expected = actual;
+  const double more = 0.25;
+  FactoredOptions options = kOptions[0];
+  step_there({actual[0].tensor()}, {{options}, {}}, FactoredPart::kWhole, {.grad_factor = &more});
+  options.grad_factor *= more;
+  step(expected, options, false);
+  EXPECT_EQ(actual, expected);
+}
+
+TEST_P(CudaFactoredTest, AStepThatIsSkippedChangesNothing) {
+  std::vector<Subject> actual{{GetParam(), 1, 66, 258, Layout::kRows, true, 1}}, expected = actual;
+  const float found_inf = 1;
+  step_there({actual[0].tensor()}, {{kOptions[0]}, {}}, FactoredPart::kWhole, {.found_inf = &found_inf});
+  EXPECT_EQ(actual, expected);
+}
+
 TEST_P(CudaFactoredTest, AVectorAlone) {
   std::vector<Subject> actual{{GetParam(), 1, 1, 300, Layout::kRows, false, 1}}, expected = actual;
   step(actual, kOptions[0], true);
@@ -286,9 +325,10 @@ TEST(CudaFactoredFormats, TogetherAreThoseAlone) {
   std::vector<FactoredTensor> there, here;
   for (Subject& subject : actual) there.push_back(subject.tensor());
   for (Subject& subject : expected) here.push_back(subject.tensor());
-  const auto step = new_factored_step(0, there, kOptions[0], FactoredPart::kWhole);
+  const auto step = new_factored_step(0, there, {{kOptions[0]}, {}}, FactoredPart::kWhole);
   const auto scratch = std::make_unique<std::byte[]>(step->scratch_bytes());
-  step->run(scratch.get());
+  step->use(scratch.get());
+  step->run({});
   factored_step(here, kOptions[0], FactoredPart::kWhole, 1);
   EXPECT_EQ(actual, expected);
 }

@@ -58,6 +58,14 @@ def test_the_bits_of_the_cpu_with_float32_values(way):
     compare({"variant": "transformers"} | WAYS[way], torch.bfloat16)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_plan_knows_the_operands_from_step_to_step(dtype):
+    _, params, optimizer, twins = subjects({}, dtype)
+    set_gradients(params, twins, 1)
+    optimizer.step()
+    assert [plan.device.type for plan in optimizer._plans.values()] == ["cuda"]
+
+
 def test_cleared_gradients():
     compare({}, zero_grad=True)
 
