@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fusedstep._matrix.projection import LEFT, RIGHT
 
-
 #: Names of torch's precisions, by the number that the native products know them by.
 _PRECISIONS = ("highest", "high", "medium")
 
@@ -63,7 +62,7 @@ def project_all(
     between: Tensor | None,
     factor: float,
 ) -> None:
-    """Writes the low-rank gradients of a list of one dtype times a factor, in one call if possible."""
+    """Writes low-rank gradients of one dtype times a factor, in one call where one is native."""
     if all(len(of_one) == 1 for of_one in bases):
         pairs = [_projection(grad, of_one) for grad, of_one in zip(grads, bases, strict=True)]
         if _take_together(pairs, out, [factor] * len(out), [0.0] * len(out)):
