@@ -2,6 +2,7 @@
 #include "cpu_kernels/matrix_passes.h"
 
 #include "cpu_kernels/codecs.h"
+#include "cpu_kernels/reduce.h"
 #include "fusedstep/vocabulary.h"
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
@@ -132,13 +133,133 @@ void divide(const NormTensor& tensor, float divisor, int64_t begin, int64_t end)
            begin, end);
 }
 
+// Element i of a row is in lane i % kLanes.
+template <class Stored>
+FUSEDSTEP_FN double row_squares(const Stored* from, int64_t count, int64_t stride) {
+  using T = typename Codec<Stored>::Compute;
+  using V = Pack<T>;
+  LaneSums<double> sums;
+  int64_t i = 0;
+  if (stride == 1) {
+    for (; i + kLanes <= count; i += kLanes) {
+#pragma GCC unroll 4
+      for (int lane = 0; lane < kLanes; lane += V::size()) sums.add_squares(lane, load<V>(from, i + lane));
+    }
+  }
+  alignas(64) double lanes[kLanes];
+  sums.save(lanes);
+  for (; i < count; ++i) {
+    lanes[i % kLanes] = with_square(lanes[i % kLanes], static_cast<double>(load<T>(from, i * stride)));
+  }
+  return sum_lanes(lanes);
+}
+
+template <class Stored>
+void squares_of_rows(const SquaresTensor& tensor, const Tile& tile, double* sums) {
+  const auto* const from = static_cast<const Stored*>(tensor.data) + tile.column * tensor.column_stride;
+  for (int64_t row = tile.row; row < tile.row_end; ++row) {
+    sums[row - tile.row] =
+        row_squares(from + row * tensor.row_stride, tile.column_end - tile.column, tensor.column_stride);
+  }
+}
+
+FUSEDSTEP_FN void add_squares(double* sums, const Pack<double>& x) {
+  store(sums, 0, with_square(load<Pack<double>>(sums, 0), x));
+}
+FUSEDSTEP_FN void add_squares(double* sums, const Pack<float>& x) {
+  Pack<double> low, high;
+  widen(x, low, high);
+  add_squares(sums, low);
+  add_squares(sums + Pack<double>::size(), high);
+}
+
+template <class Stored>
+void squares_of_columns(const SquaresTensor& tensor, const Tile& tile, double* sums) {
+  using T = typename Codec<Stored>::Compute;
+  using V = Pack<T>;
+  alignas(64) double found[kColumnsTogether] = {};
+  const int64_t count = tile.column_end - tile.column, stride = tensor.column_stride;
+  const int64_t whole = stride == 1 ? count - count % V::size() : 0;
+  for (int64_t row = tile.row; row < tile.row_end; ++row) {
+    const auto* const from =
+        static_cast<const Stored*>(tensor.data) + row * tensor.row_stride + tile.column * stride;
+    for (int64_t i = 0; i < whole; i += V::size()) add_squares(found + i, load<V>(from, i));
+    for (int64_t i = whole; i < count; ++i) {
+      found[i] = with_square(found[i], static_cast<double>(load<T>(from, i * stride)));
+    }
+  }
+  for (int64_t i = 0; i < count; ++i) sums[i] = found[i];
+}
+
+// The factor of a row, or those of columns.
+template <class T>
+struct OneFactor {
+  T factor;
+  template <class V>
+  FUSEDSTEP_FN V at(int64_t) const {
+    return V(factor);
+  }
+};
+template <class T>
+struct Factors {
+  const T* factors;
+  template <class V>
+  FUSEDSTEP_FN V at(int64_t i) const {
+    return load<V>(factors, i);
+  }
+};
+
+template <class Stored, class Grad, class Factor>
+FUSEDSTEP_FN void move_row(Stored* weight, const Grad* grad, const MoveTensor& tensor,
+                           typename Codec<Stored>::Compute keep, const Factor factor, int64_t count) {
+  using T = typename Codec<Stored>::Compute;
+  using V = Pack<T>;
+  using rules::mul_add;
+  int64_t i = 0;
+  if (tensor.column_stride == 1 && tensor.grad_column_stride == 1) {
+    for (; i + V::size() <= count; i += V::size()) {
+      const V kept = load<V>(weight, i) * V(keep);
+      store(weight, i, mul_add(factor.template at<V>(i), load<V>(grad, i), kept));
+    }
+  }
+  for (; i < count; ++i) {
+    const int64_t at = i * tensor.column_stride;
+    const T kept = load<T>(weight, at) * keep;
+    store(weight, at, mul_add(factor.template at<T>(i), load<T>(grad, i * tensor.grad_column_stride), kept));
+  }
+}
+
+template <class Stored, class Grad>
+void move(const MoveTensor& tensor, double keep_all, const Tile& tile) {
+  using T = typename Codec<Stored>::Compute;
+  const T keep = static_cast<T>(keep_all);
+  const auto* const factors = static_cast<const T*>(tensor.factors);
+  const int64_t count = tile.column_end - tile.column;
+  for (int64_t row = tile.row; row < tile.row_end; ++row) {
+    auto* const weight =
+        static_cast<Stored*>(tensor.weight) + row * tensor.row_stride + tile.column * tensor.column_stride;
+    const auto* const grad = static_cast<const Grad*>(tensor.grad) + row * tensor.grad_row_stride +
+                             tile.column * tensor.grad_column_stride;
+    if (tensor.channels == Channels::kColumns) {
+      move_row(weight, grad, tensor, keep, Factors<T>{factors + tile.column}, count);
+    } else {
+      const T factor = factors[tensor.channels == Channels::kRows ? row : 0];
+      move_row(weight, grad, tensor, keep, OneFactor<T>{factor}, count);
+    }
+  }
+}
+
 }  // namespace
 
-#define FUSEDSTEP_PASSES(name, Stored, Product) {update<Stored, Product>, advance<Stored, Product>},
+#define FUSEDSTEP_PASSES(name, Stored, Product) \
+  {update<Stored, Product>, advance<Stored, Product>, move<Stored, Product>},
 #define FUSEDSTEP_NORMS(name, From, To) {sum_squares<From>, divide<From, To>},
+#define FUSEDSTEP_SQUARES(name, Stored) {squares_of_rows<Stored>, squares_of_columns<Stored>},
 extern const PassTable kPasses = {{FUSEDSTEP_PASS_FORMATS(FUSEDSTEP_PASSES)},
-                                  {FUSEDSTEP_NORM_FORMATS(FUSEDSTEP_NORMS)}};
+                                  {FUSEDSTEP_NORM_FORMATS(FUSEDSTEP_NORMS)},
+                                  {FUSEDSTEP_SQUARES_FORMATS(FUSEDSTEP_SQUARES)}};
 #undef FUSEDSTEP_PASSES
 #undef FUSEDSTEP_NORMS
+#undef FUSEDSTEP_SQUARES
 
 }  // namespace fusedstep::cpu::FUSEDSTEP_ISA

@@ -3,15 +3,30 @@
 #pragma once
 #include <cstdint>
 
+#include "src/core/channels.h"
 #include "src/core/matrix_passes.h"
 
 namespace fusedstep::cpu {
+
+// Rows [row, row_end) and columns [column, column_end) of a matrix.
+struct Tile {
+  int64_t row, row_end, column, column_end;
+};
 
 // Kernels over elements [begin, end) of a tensor. `update` writes updates alone. `advance` writes averages
 // and weights, after the products: products may lack memory, and leave averages and weights unchanged then.
 struct PassKernels {
   void (*update)(const PassTensor&, const AverageOptions&, int64_t begin, int64_t end);
   void (*advance)(const AdvanceTensor&, const AdvanceOptions&, int64_t begin, int64_t end);
+  // Moves the weights of a tile by channels.
+  void (*move)(const MoveTensor&, double keep, const Tile& tile);
+};
+
+// Kernels that write the sum of squares of each row of a tile, or of each of its columns, at most
+// kColumnsTogether. The order of a sum is the same on every instruction set.
+struct SquaresKernels {
+  void (*of_rows)(const SquaresTensor&, const Tile& tile, double* sums);
+  void (*of_columns)(const SquaresTensor&, const Tile& tile, double* sums);
 };
 
 // Kernels over elements [begin, end) of matrices. The order of a sum is the same on every instruction set.
@@ -24,6 +39,7 @@ struct NormKernels {
 struct PassTable {
   PassKernels passes[static_cast<int>(PassFormat::kCount)];
   NormKernels norms[static_cast<int>(NormFormat::kCount)];
+  SquaresKernels squares[static_cast<int>(SquaresFormat::kCount)];
 };
 
 namespace base {

@@ -149,8 +149,9 @@ __device__ __forceinline__ NormBlock norm_block(const NormLaunch& launch) {
 }
 
 // The sum over a block's threads, in one order, for all of them.
-__device__ __forceinline__ float block_sum(float own) {
-  __shared__ float of[kThreads];
+template <class T>
+__device__ __forceinline__ T block_sum(T own) {
+  __shared__ T of[kThreads];
   of[threadIdx.x] = own;
   __syncthreads();
   for (int half = kThreads / 2; half > 0; half /= 2) {
@@ -239,7 +240,245 @@ void move(const PassLaunch& launch, double keep) {
   launch_blocks(pass_kernel<Body>, launch.first_block[launch.count], launch.queue, launch, body);
 }
 
+// Elements of a channel that a thread has side by side, and the threads that share a row of a tile.
+constexpr int kSide = 4;
+static_assert(kColumnsTogether == kSide * kWarp && kThreads == kSquaresRows * kWarp &&
+              kThreads == kFoldChannels);
+
+template <class Stored>
+__device__ __forceinline__ bool is_in_sides(const void* data, int64_t row_stride, int64_t column_stride) {
+  constexpr int kBytes = kSide * static_cast<int>(sizeof(Stored));
+  return column_stride == 1 && row_stride % kSide == 0 &&
+         reinterpret_cast<uintptr_t>(data) % (kBytes < kWordBytes ? kBytes : kWordBytes) == 0;
+}
+
+// The elements of a row from a column on, zeros behind the last column.
+template <class Stored>
+__device__ __forceinline__ void load_side(const Stored* row, int64_t column, int64_t columns, int64_t stride,
+                                          bool in_sides, ComputeOf<Stored> (&x)[kSide]) {
+  if (in_sides && column + kSide <= columns) {
+    cuda::load(row + column, x);
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < kSide; ++j) {
+    x[j] = column + j < columns ? Codec<Stored>::decode(row[(column + j) * stride]) : ComputeOf<Stored>(0);
+  }
+}
+
+template <class T>
+__device__ __forceinline__ double with_squares(double sum, const T (&x)[kSide]) {
+#pragma unroll
+  for (const T each : x) sum = rules::mul_add(double{each}, double{each}, sum);
+  return sum;
+}
+
+// A warp has a segment of a row.
+template <class Stored>
+__device__ __forceinline__ void sum_rows(const SquaresTensor& tensor, uint32_t block) {
+  const auto segments = static_cast<uint32_t>(pieces_of(tensor.columns, kRowSegment));
+  const int64_t segment = block % segments;
+  const int64_t row = block / segments * kSquaresRows + threadIdx.x / kWarp;
+  if (row >= tensor.rows) return;
+  const int64_t end =
+      segment * kRowSegment + kRowSegment < tensor.columns ? (segment + 1) * kRowSegment : tensor.columns;
+  const auto* const from = static_cast<const Stored*>(tensor.data) + row * tensor.row_stride;
+  const bool in_sides = is_in_sides<Stored>(tensor.data, tensor.row_stride, tensor.column_stride);
+  const int lane = static_cast<int>(threadIdx.x % kWarp);
+  double sum = 0;
+#pragma unroll 4
+  for (int64_t at = segment * kRowSegment + lane * kSide; at < end; at += kWarp * kSide) {
+    ComputeOf<Stored> x[kSide];
+    load_side(from, at, end, tensor.column_stride, in_sides, x);
+    sum = with_squares(sum, x);
+  }
+#pragma unroll
+  for (int width = kWarp / 2; width > 0; width /= 2) sum += __shfl_down_sync(0xffffffffu, sum, width, kWarp);
+  if (lane == 0) tensor.partials[segment * tensor.rows + row] = sum;
+}
+
+// A thread has some columns, in one of kSquaresRows rows.
+template <class Stored>
+__device__ __forceinline__ void sum_columns(const SquaresTensor& tensor, uint32_t block) {
+  __shared__ double sums[kSquaresRows][kColumnsTogether];
+  const auto across = static_cast<uint32_t>(pieces_of(tensor.columns, kColumnsTogether));
+  const int64_t segment = block / across, first = block % across * kColumnsTogether;
+  const int lane = static_cast<int>(threadIdx.x % kWarp), part = static_cast<int>(threadIdx.x / kWarp);
+  const int64_t column = first + lane * kSide;
+  const int64_t end =
+      segment * kColumnSegment + kColumnSegment < tensor.rows ? (segment + 1) * kColumnSegment : tensor.rows;
+  const auto* const from = static_cast<const Stored*>(tensor.data);
+  const bool in_sides = is_in_sides<Stored>(tensor.data, tensor.row_stride, tensor.column_stride);
+  double own[kSide] = {};
+#pragma unroll 4
+  for (int64_t row = segment * kColumnSegment + part; row < end; row += kSquaresRows) {
+    ComputeOf<Stored> x[kSide];
+    load_side(from + row * tensor.row_stride, column, tensor.columns, tensor.column_stride, in_sides, x);
+#pragma unroll
+    for (int j = 0; j < kSide; ++j) own[j] = rules::mul_add(double{x[j]}, double{x[j]}, own[j]);
+  }
+#pragma unroll
+  for (int j = 0; j < kSide; ++j) sums[part][lane * kSide + j] = own[j];
+  __syncthreads();
+  const int64_t mine = first + threadIdx.x;
+  if (threadIdx.x >= kColumnsTogether || mine >= tensor.columns) return;
+  double sum = 0;
+#pragma unroll
+  for (const auto& each : sums) sum += each[threadIdx.x];
+  tensor.partials[segment * tensor.columns + mine] = sum;
+}
+
+template <class Stored>
+__global__ void __launch_bounds__(kThreads)
+    channel_squares_kernel(const __grid_constant__ SquaresLaunch launch) {
+  const int index = tensor_of(launch, blockIdx.x);
+  const SquaresTensor& tensor = launch.tensors[index];
+  const uint32_t block = blockIdx.x - launch.first_block[index];
+  if (tensor.channels == Channels::kColumns) {
+    sum_columns<Stored>(tensor, block);
+  } else {
+    sum_rows<Stored>(tensor, block);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) fold_kernel(const __grid_constant__ SquaresLaunch launch) {
+  const int index = tensor_of(launch, blockIdx.x);
+  const SquaresTensor& tensor = launch.tensors[index];
+  const int64_t channels = channels_of(tensor), partials = partials_of(tensor);
+  const bool is_whole = tensor.channels == Channels::kWhole;
+  int64_t at = threadIdx.x;
+  if (!is_whole) at += static_cast<int64_t>(blockIdx.x - launch.first_block[index]) * kThreads;
+  double sum = 0;
+  if (is_whole || at < channels) {
+    const int64_t step = is_whole ? kThreads : channels;
+    for (int64_t i = at; i < partials; i += step) sum += tensor.partials[i];
+  }
+  if (is_whole) {
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) tensor.sums[0] = sum;
+  } else if (at < channels) {
+    tensor.sums[at] = sum;
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    scale_kernel(const __grid_constant__ ScaleLaunch launch, const __grid_constant__ ScaleOptions options) {
+  const ScaleTensor& tensor = launch.tensors[blockIdx.x];
+  auto* const factors = static_cast<T*>(tensor.factors);
+  double norm2 = 0;
+  for (int64_t c = threadIdx.x; c < tensor.channels; c += kThreads) {
+    const double scale = scale_of(tensor, c, options);
+    factors[c] = static_cast<T>(scale);
+    norm2 = rules::mul_add(scale * scale, tensor.grad[c], norm2);
+  }
+  norm2 = block_sum(norm2);
+  if (threadIdx.x == 0) *tensor.norm2 = norm2;
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    limit_kernel(const __grid_constant__ ScaleLaunch launch, const __grid_constant__ LimitOptions options) {
+  const ScaleTensor& tensor = launch.tensors[blockIdx.x];
+  auto *const factors = static_cast<T*>(tensor.factors), *const last = static_cast<T*>(tensor.last);
+  double norm = *last;
+  const double times = limited(*tensor.norm2, tensor.length, options, norm);
+  __syncthreads();  // all threads have read the last norm
+  if (threadIdx.x == 0) *last = static_cast<T>(norm);
+  for (int64_t c = threadIdx.x; c < tensor.channels; c += kThreads) {
+    factors[c] = static_cast<T>(factors[c] * times);
+  }
+}
+
+template <class Stored>
+__device__ __forceinline__ void store_side(Stored* row, int64_t column, int64_t columns, int64_t stride,
+                                           bool in_sides, const ComputeOf<Stored> (&x)[kSide]) {
+  if (in_sides && column + kSide <= columns) {
+    cuda::store(row + column, x);
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < kSide; ++j) {
+    if (column + j < columns) row[(column + j) * stride] = Codec<Stored>::encode(x[j]);
+  }
+}
+
+template <class Stored, class Grad>
+__global__ void __launch_bounds__(kThreads)
+    move_kernel(const __grid_constant__ MoveLaunch launch, const __grid_constant__ ComputeOf<Stored> keep) {
+  using T = ComputeOf<Stored>;
+  constexpr int kRows = kMoveRows / kSquaresRows;  // of a thread
+  const int index = tensor_of(launch, blockIdx.x);
+  const MoveTensor& tensor = launch.tensors[index];
+  const uint32_t block = blockIdx.x - launch.first_block[index];
+  const auto across = static_cast<uint32_t>(pieces_of(tensor.columns, kColumnsTogether));
+  const int64_t first = block / across * kMoveRows + threadIdx.x / kWarp;
+  const int64_t column = block % across * kColumnsTogether + threadIdx.x % kWarp * kSide;
+  if (column >= tensor.columns) return;
+  auto* const weight = static_cast<Stored*>(tensor.weight);
+  const auto* const grad = static_cast<const Grad*>(tensor.grad);
+  const auto* const factors = static_cast<const T*>(tensor.factors);
+  const bool weight_in_sides = is_in_sides<Stored>(weight, tensor.row_stride, tensor.column_stride);
+  const bool grad_in_sides = is_in_sides<Grad>(grad, tensor.grad_row_stride, tensor.grad_column_stride);
+  T of_columns[kSide], x[kRows][kSide], g[kRows][kSide];
+  const bool by_columns = tensor.channels == Channels::kColumns;
+  if (by_columns) load_side(factors, column, tensor.columns, 1, false, of_columns);
+#pragma unroll
+  for (int k = 0; k < kRows; ++k) {
+    const int64_t row = first + k * kSquaresRows;
+    if (row >= tensor.rows) break;
+    load_side(weight + row * tensor.row_stride, column, tensor.columns, tensor.column_stride, weight_in_sides,
+              x[k]);
+    load_side(grad + row * tensor.grad_row_stride, column, tensor.columns, tensor.grad_column_stride,
+              grad_in_sides, g[k]);
+  }
+#pragma unroll
+  for (int k = 0; k < kRows; ++k) {
+    const int64_t row = first + k * kSquaresRows;
+    if (row >= tensor.rows) break;
+    const T of_row = by_columns ? T(0) : factors[tensor.channels == Channels::kRows ? row : 0];
+#pragma unroll
+    for (int j = 0; j < kSide; ++j) {
+      x[k][j] = rules::mul_add(by_columns ? of_columns[j] : of_row, g[k][j], x[k][j] * keep);
+    }
+    store_side(weight + row * tensor.row_stride, column, tensor.columns, tensor.column_stride,
+               weight_in_sides, x[k]);
+  }
+}
+
+template <class Stored>
+void sum_squares(const SquaresLaunch& launch) {
+  launch_blocks(channel_squares_kernel<Stored>, launch.first_block[launch.count], launch.queue, launch);
+}
+
+void fold(const SquaresLaunch& launch) {
+  launch_blocks(fold_kernel, launch.first_block[launch.count], launch.queue, launch);
+}
+
+template <class Stored, class Grad>
+void move_channels(const MoveLaunch& launch, double keep) {
+  launch_blocks(move_kernel<Stored, Grad>, launch.first_block[launch.count], launch.queue, launch,
+                static_cast<ComputeOf<Stored>>(keep));
+}
+
 }  // namespace
+
+const SquaresPasses& squares_passes(SquaresFormat format) {
+#define FUSEDSTEP_KERNELS(name, Stored) {sum_squares<Stored>, fold},
+  static constexpr SquaresPasses table[] = {FUSEDSTEP_SQUARES_FORMATS(FUSEDSTEP_KERNELS)};
+#undef FUSEDSTEP_KERNELS
+  return table[static_cast<int>(format)];
+}
+
+void scale_weights(bool is_double, const ScaleLaunch& launch, const ScaleOptions& options) {
+  const auto kernel = is_double ? scale_kernel<double> : scale_kernel<float>;
+  launch_blocks(kernel, launch.first_block[launch.count], launch.queue, launch, options);
+}
+
+void limit_weights(bool is_double, const ScaleLaunch& launch, const LimitOptions& options) {
+  const auto kernel = is_double ? limit_kernel<double> : limit_kernel<float>;
+  launch_blocks(kernel, launch.first_block[launch.count], launch.queue, launch, options);
+}
 
 Normalize normalize_kernel(NormFormat format) {
 #define FUSEDSTEP_KERNELS(name, From, To) normalize<From, To>,
@@ -249,7 +488,8 @@ Normalize normalize_kernel(NormFormat format) {
 }
 
 const MatrixPasses& matrix_passes(PassFormat format) {
-#define FUSEDSTEP_KERNELS(name, Stored, Product) {average<Stored, Product>, move<Stored, Product>},
+#define FUSEDSTEP_KERNELS(name, Stored, Product) \
+  {average<Stored, Product>, move<Stored, Product>, move_channels<Stored, Product>},
   static constexpr MatrixPasses table[] = {FUSEDSTEP_PASS_FORMATS(FUSEDSTEP_KERNELS)};
 #undef FUSEDSTEP_KERNELS
   return table[static_cast<int>(format)];

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "cuda_kernels/kernel_table.h"
+#include "src/core/channels.h"
 #include "src/core/matrix_passes.h"
 
 namespace fusedstep::cuda {
@@ -38,9 +39,54 @@ static_assert(sizeof(NormLaunch) <= 4000);
 using Normalize = void (*)(const NormLaunch&, const NormOptions&);
 Normalize normalize_kernel(NormFormat format);
 
+// Rows of a tile of which a block of threads adds up squares, by rows; and rows of a tile that it moves, as
+// many columns wide as kColumnsTogether.
+constexpr int64_t kSquaresRows = 8, kMoveRows = 32;
+// Channels whose partial sums a block adds.
+constexpr int64_t kFoldChannels = 256;
+
+// Matrices of one launch. Partial sums are added in a launch of their own.
+struct SquaresLaunch {
+  static constexpr int kMostTensors = 56;
+  SquaresTensor tensors[kMostTensors];
+  uint32_t first_block[kMostTensors + 1];
+  int count;
+  Queue queue;
+};
+static_assert(sizeof(SquaresLaunch) <= 4000);
+
+struct SquaresPasses {
+  void (*sum)(const SquaresLaunch&);
+  void (*fold)(const SquaresLaunch&);  // the tensors that have partial sums
+};
+const SquaresPasses& squares_passes(SquaresFormat format);
+
+// Weights of one launch, a block each.
+struct ScaleLaunch {
+  static constexpr int kMostTensors = 56;
+  ScaleTensor tensors[kMostTensors];
+  uint32_t first_block[kMostTensors + 1];
+  int count;
+  Queue queue;
+};
+static_assert(sizeof(ScaleLaunch) <= 4000);
+
+void scale_weights(bool is_double, const ScaleLaunch& launch, const ScaleOptions& options);
+void limit_weights(bool is_double, const ScaleLaunch& launch, const LimitOptions& options);
+
+struct MoveLaunch {
+  static constexpr int kMostTensors = 45;
+  MoveTensor tensors[kMostTensors];
+  uint32_t first_block[kMostTensors + 1];
+  int count;
+  Queue queue;
+};
+static_assert(sizeof(MoveLaunch) <= 4000);
+
 struct MatrixPasses {
   void (*average)(const PassLaunch&, const AverageOptions&);
   void (*move)(const PassLaunch&, double keep);
+  void (*move_channels)(const MoveLaunch&, double keep);
 };
 const MatrixPasses& matrix_passes(PassFormat format);
 

@@ -1,11 +1,13 @@
-"""Times GaLore's step of GPT-2 (124 M parameters) between two refreshes, and refreshes.
+"""Times steps of GaLore and APOLLO on GPT-2 (124 M) between two refreshes, and refreshes.
 
     python bench/probes/galore.py [--device cuda] [--layers 2] [--json OUT.json]
 
 Steps, median ms: ``GaLoreAdamW`` with products and a native step in between, the same by its
 formula in torch operations, as the published optimizer has it, the products alone, and what has no
 rank alone: weights of one dimension and the embeddings are AdamW in the same step. ``refreshed``:
-steps that make all bases anew. On a GPU there are steps with products in TF32 too.
+steps that make all bases anew. ``APOLLO``: ``APOLLOAdamW`` in place of it, by native passes and by
+its formula. On a GPU each row has a second one, ``queued``: a step of a number that are waited for
+together. There are steps with products in TF32 too.
 
 Refreshes of one projector [4096, 4096], or of what ``--side`` says: ms by way, and the part of the
 gradient's squared norm that the projection keeps, by that of the exact one. The gradient is that of
@@ -45,16 +47,18 @@ def shapes(layers: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     return matrices, [*embeddings, *vectors, (d,), (d,)]
 
 
-def milliseconds(run: Callable[[], object], device: str, repeats: int) -> float:
+def milliseconds(run: Callable[[], object], device: str, repeats: int, together: int = 1) -> float:
+    """The median time of a run. ``together``: runs that are queued before they are waited for."""
     wait = torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
     times = []
     for index in range(repeats + 2):
         wait()
         start = time.perf_counter()
-        run()
+        for _ in range(together):
+            run()
         wait()
         if index > 1:
-            times.append(1e3 * (time.perf_counter() - start))
+            times.append(1e3 * (time.perf_counter() - start) / together)
     return float(f"{statistics.median(times):.4g}")
 
 
@@ -69,20 +73,32 @@ def steps(layers: int, device: str, repeats: int) -> dict[str, float]:
     matrices, others = shapes(layers)
     found = {}
 
-    def time(name: str, sizes: list[tuple[int, ...]], fused: bool, **of_projection: Any) -> None:
-        low = {"rank": RANK, "svd": "randomized", "update_proj_gap": 10**9} | of_projection
+    def note(name: str, run: Callable[[], object]) -> None:
+        found[name] = milliseconds(run, device, repeats)
+        if torch.device(device).type == "cuda":
+            found[f"{name}, queued"] = milliseconds(run, device, repeats, together=10)
+
+    def time(
+        name: str,
+        sizes: list[tuple[int, ...]],
+        fused: bool,
+        cls: Callable[..., torch.optim.Optimizer] = optim.GaLoreAdamW,
+        **of_projection: Any,
+    ) -> None:
+        low = {"rank": RANK, "update_proj_gap": 10**9} | of_projection
         groups = [{"params": parameters(others, device)}]
         if sizes:
             groups.append({"params": parameters(sizes, device)} | low)
-        optimizer = optim.GaLoreAdamW(groups, lr=1e-3, weight_decay=0.1, fused=fused)
-        found[name] = milliseconds(optimizer.step, device, repeats)
+        note(name, cls(groups, lr=1e-3, weight_decay=0.1, fused=fused).step)
 
-    time("hybrid", matrices, fused=True)
-    time("formula", matrices, fused=False)
-    found["products"] = milliseconds(products(matrices, device), device, repeats)
+    time("hybrid", matrices, fused=True, svd="randomized")
+    time("formula", matrices, fused=False, svd="randomized")
+    note("products", products(matrices, device))
     time("without rank", [], fused=True)
     for svd in ("randomized", "power"):
         time(f"refreshed, {svd}", matrices, fused=True, update_proj_gap=1, svd=svd)
+    time("APOLLO", matrices, True, optim.APOLLOAdamW)
+    time("APOLLO, formula", matrices, False, optim.APOLLOAdamW)
     return found
 
 

@@ -20,6 +20,7 @@
 #include "src/ops/words_before_sizes.h"
 #include "src/plan/bound.h"
 #include "src/run/backend.h"
+#include "src/steps/channel_moves.h"
 #include "src/steps/step.h"
 
 namespace fusedstep::ops {
@@ -70,6 +71,7 @@ struct NativePlan {
   Tensors steps;
   Tensors parts;                                     // of sparse gradients, from bind to step
   std::optional<Tensor> lr, grad_factor, found_inf;  // numbers that the next step reads on its device
+  std::unique_ptr<ChannelMoves> moves;               // along gradients, by what a step leaves as updates
   std::unique_ptr<PreparedStep> prepared;            // the next step, once it can be taken
   std::optional<Tensor> scratch;                     // the memory that it needs on a device
   std::vector<double> counts;        // the values of `steps` after the next step; empty: nothing is bound

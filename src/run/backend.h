@@ -7,6 +7,7 @@
 #include <span>
 
 #include "fusedstep/isa.h"
+#include "src/core/channels.h"
 #include "src/core/low_rank_product.h"
 #include "src/core/matrix_chain.h"
 #include "src/core/matrix_passes.h"
@@ -47,6 +48,13 @@ struct DevicePasses {
   size_t (*norm_sums)(std::span<const NormTensor> tensors);
   void (*normalize)(int device, NormFormat format, std::span<const NormTensor> tensors,
                     const NormOptions& options, float* sums);
+  // By channels (src/core/channels.h).
+  void (*sum_squares)(int device, SquaresFormat format, std::span<const SquaresTensor> tensors);
+  void (*scale)(int device, bool is_double, std::span<const ScaleTensor> tensors,
+                const ScaleOptions& options);
+  void (*limit)(int device, bool is_double, std::span<const ScaleTensor> tensors,
+                const LimitOptions& options);
+  void (*move_channels)(int device, PassFormat format, std::span<const MoveTensor> tensors, double keep);
 };
 
 // Chains of matrix products on a device.

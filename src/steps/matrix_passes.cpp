@@ -5,6 +5,7 @@
 #include <numeric>
 #include <vector>
 
+#include "src/core/channels.h"
 #include "src/run/dispatch.h"
 #include "src/run/session.h"
 
@@ -13,8 +14,6 @@ namespace {
 
 // Elements of a tensor that a kernel goes through in one call, and of a matrix whose squares are one sum.
 constexpr int64_t kPassElements = 4096, kNormElements = 16384;
-
-int64_t pieces_of(int64_t count, int64_t most) { return (count + most - 1) / most; }
 
 // A part of a tensor's elements.
 template <class Tensor>

@@ -36,7 +36,7 @@ class LowRankSteps(LowRankGroups):
     """Steps groups with a rank through a projection, and all others by the native plan."""
 
     def _prepare_moves(self, projected: list[tuple[Work, Scratch]], factor: float) -> None:
-        """Makes what moves of weights need in ``_ready``. ``factor``: of the gradients."""
+        """Makes what moves of weights need. ``factor``: of the low-rank gradients."""
 
     def _before_moves(self, projected: list[tuple[Work, Scratch]]) -> None:
         """Does what moves of weights need of other processes, when the moments are stepped."""
@@ -55,13 +55,18 @@ class LowRankSteps(LowRankGroups):
         """
         raise NotImplementedError
 
+    def _move_all(self, item: Work, scratch: Scratch) -> None:
+        """Moves the weights of a group."""
+        for index, weight in enumerate(item.weights):
+            self._move_weight(item, scratch, index, self._state[weight])
+            self._progress.stepped.append(weight)
+
     # The step: all that may fail comes before the first change
 
     def _forget_plans(self) -> None:
         super()._forget_plans()
         self._scratch: dict[Tensor, Scratch] = {}  # by the first weight of a launch
         self._fresh: dict[Tensor, dict[str, Tensor]] = {}  # bases made for the step under way
-        self._ready: dict[Tensor, Any] = {}  # what _move() needs
         self._early: set[Scratch] = set()  # which have products of the step under way
         self._had_no_factor = False  # the last step
         self._looks: list[tuple[Work, Scratch]] = []  # that have not been waited for
@@ -150,9 +155,9 @@ class LowRankSteps(LowRankGroups):
             raise
         finally:
             self._looks = []
-            self._fresh, self._ready, self._is_zero = {}, {}, {}
+            self._fresh, self._is_zero = {}, {}
             for scratch in self._scratch.values():
-                scratch.forget_new()
+                scratch.forget_step()
 
     def _make_ready(self, work: list[Work], factors: Factors) -> None:
         """Makes new bases and low-rank gradients of groups with a rank, beside what there is."""
@@ -320,22 +325,10 @@ class LowRankSteps(LowRankGroups):
         try:
             self._before_moves(projected)
             for item, scratch in first + last:
-                for index, weight in enumerate(item.weights):
-                    state = self._state[weight]
-                    if saved or self._fresh:
-                        written = [weight, *state.values()] if weight in saved else []
-                        move = functools.partial(
-                            self._move_or_undo, item, scratch, index, state, written
-                        )
-                        self._progress.take([weight], move)
-                        if weight in self._fresh:
-                            for name in self._fresh[weight].keys() & state.keys():
-                                del self._fresh[weight][name]  # the state has it
-                            scratch.keep_bases(index, self._bases_of(item.group, weight))
-                        saved.pop(weight, None)
-                    else:
-                        self._move_weight(item, scratch, index, state)
-                        self._progress.stepped.append(weight)
+                if saved or self._fresh:
+                    self._move_one_by_one(item, scratch, saved)
+                else:
+                    self._move_all(item, scratch)
                 increment_version([p for p in item.weights if is_dtensor(p)])  # by their shards
                 increment_version(self._accessed_states(item.weights))
         except (MemoryError, RuntimeError) as error:
@@ -345,6 +338,22 @@ class LowRankSteps(LowRankGroups):
         return super()._imperative_update(
             [item for item, own in zip(work, found, strict=True) if own is None]
         )
+
+    def _move_one_by_one(self, item: Work, scratch: Scratch, saved: dict[Tensor, Saved]) -> None:
+        """Moves the weights of a group, and writes their new bases.
+
+        ``saved``: moments of weights that have not been moved. Those that have been are taken off.
+        """
+        for index, weight in enumerate(item.weights):
+            state = self._state[weight]
+            written = [weight, *state.values()] if weight in saved else []
+            move = functools.partial(self._move_or_undo, item, scratch, index, state, written)
+            self._progress.take([weight], move)
+            if weight in self._fresh:
+                for name in self._fresh[weight].keys() & state.keys():
+                    del self._fresh[weight][name]  # the state has it
+                scratch.keep_bases(index, self._bases_of(item.group, weight))
+            saved.pop(weight, None)
 
     def _move_or_undo(
         self,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedstep._matrix.channel_moves import ChannelMoves
 from fusedstep._matrix.products import project_all, size_between
 from fusedstep._native import ops
 from fusedstep._state.states import StateStore
@@ -65,6 +66,8 @@ class Scratch:
         names = ("exp_avg", "exp_avg_sq")
         slots = StateStore.slots(names, self.updates, states)
         self.plan = Plan(self.updates, slots, states, names, ("step",), False, False)
+        self.moves: ChannelMoves | None = None
+        """Those of an optimizer whose weights move along their gradients."""
 
     def bases(self, index: int) -> dict[str, Tensor]:
         """The bases of a weight, in its dtype: those of the step under way, or none before one."""
@@ -75,9 +78,11 @@ class Scratch:
         new = self._new.pop(index)
         self._bases[index] = bases if self._flat_narrow is None else new
 
-    def forget_new(self) -> None:
-        """Forgets new bases that have not been kept."""
+    def forget_step(self) -> None:
+        """Forgets new bases that have not been kept, and gradients."""
         self._new.clear()
+        if self.moves:
+            self.moves.release()
 
     def low(self, index: int) -> Tensor:
         """The low-rank gradient of a weight, as its product has left it."""

@@ -107,14 +107,3 @@ def _add_up(parts: list[tuple[Cut, Tensor]]) -> None:
 def add_up(parts: list[tuple[Cut, Tensor]]) -> Pass:
     """A pass of terms alone."""
     yield Terms(parts)
-
-
-def add_up_norms(parts: list[tuple[Cut | None, Tensor]]) -> Pass:
-    """Replaces norms of parts by norms of the whole. A norm without a cut is of the whole."""
-    cuts = [(cut, norm) for cut, norm in parts if cut is not None]
-    if not cuts:
-        return
-    squares = [(cut, norm.double().square()) for cut, norm in cuts]
-    yield Terms(squares)
-    for (_, norm), (_, square) in zip(cuts, squares, strict=True):
-        norm.copy_(square.sqrt_())

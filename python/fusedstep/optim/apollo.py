@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
+from fusedstep._matrix.channel_moves import ChannelMoves, Channels
 from fusedstep._matrix.low_rank import LowRankSteps
 from fusedstep._matrix.low_rank_bases import PLACE
 from fusedstep._matrix.products import as_matrix, project
@@ -22,8 +23,7 @@ from fusedstep._options.shared import OF_ADAM, OF_TORCH, PROJECTION
 from fusedstep._sharding.dtensor import local
 from fusedstep._sharding.exchange import Cut, cut_of
 from fusedstep._step.plan import Work
-from fusedstep._step.program import Pass, add_up_norms, run
-from fusedstep._step.undo import numbers_first
+from fusedstep._step.program import Pass, Terms, run
 
 __all__ = ["APOLLOAdamW"]
 
@@ -193,54 +193,61 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
         shape = self._basis_shapes(group, weight)[side]
         return {side: gaussian(shape, key, like).div_(math.sqrt(group["rank"]))}
 
+    def _new_scratch(self, group: dict[str, Any], weights: list[Tensor]) -> Scratch:
+        scratch = super()._new_scratch(group, weights)
+        channels = [_channels(group, self._sides(group, p)) for p in weights]
+        low = scratch.plan.handle, scratch.grads, scratch.updates
+        scratch.moves = ChannelMoves(*low, channels)
+        return scratch
+
     def _prepare_moves(self, projected: list[tuple[Work, Scratch]], factor: float) -> None:
-        run(
-            self._prepared(item, scratch, index, factor)
-            for item, scratch in projected
-            for index in range(len(item.weights))
+        run(self._prepared(item, _moves(scratch)) for item, scratch in projected)
+        self._factor = factor
+
+    def _prepared(self, item: Work, moves: ChannelMoves) -> Pass:
+        """Takes the norms of low-rank gradients and of gradients."""
+        group, weights = item.group, item.weights
+        moves.bind(
+            None if self._moves_late(item) else [as_matrix(local(p)) for p in weights],
+            [as_matrix(local(grad)).resolve_neg() for grad in item.grads],
+            [self._state[p][_NORM] for p in weights],
+            [bias_correction(group, self._count(p) + 1) for p in weights],
         )
+        moves.sum_gradients()
+        is_whole, terms = group["scale_type"] == "tensor", []
+        for index, weight in enumerate(weights):
+            cut, parts = cut_of(weight), self._parts_of(group, weight)
+            if parts is not None and is_whole:  # each process has its own channels
+                terms.append((parts, moves.low_squares(index)))
+            if cut is not None and (is_whole or parts is None):
+                terms.append((cut, moves.squares(index)))
+        if terms:
+            yield Terms(terms)
 
-    def _prepared(self, item: Work, scratch: Scratch, index: int, factor: float) -> Pass:
-        """Takes the norms of the low-rank gradient and of the gradient of a weight."""
-        group, weight = item.group, item.weights[index]
-        dim = _reduced(group, self._sides(group, weight))
-        low = _norm(scratch.grads[index], dim)
-        own = _norm(as_matrix(local(item.grads[index])), dim, low.dtype)
+    def _parts_of(self, group: dict[str, Any], weight: Tensor) -> Cut | None:
+        """The cut of a weight, if processes have parts of its low-rank gradient."""
         cut = cut_of(weight)
-        parts = None if cut is None or is_summed(cut, self._sides(group, weight)) else cut
-        if dim is None:
-            yield from add_up_norms([(parts, low), (cut, own)])
-        else:  # of channels that are cut, each process has its own
-            yield from add_up_norms([(None if parts else cut, own)])
-        self._ready[weight] = self._rooms(group, weight, parts, low, own, factor)
-
-    def _rooms(
-        self,
-        group: dict[str, Any],
-        weight: Tensor,
-        parts: Cut | None,
-        low: Tensor,
-        own: Tensor,
-        factor: float,
-    ) -> _Rooms:
-        """``low``, ``own``: norms of the low-rank gradient and of the gradient, as a whole."""
-        dim = _reduced(group, self._sides(group, weight))
-        low.add_(_EPSILON)
-        lr, length = float(group["lr"]), bias_correction(group, self._count(weight) + 1)
-        keep = 1 - lr * group["weight_decay"]
-        scales, norm = torch.empty_like(low), low.new_empty(())
-        narrow = torch.empty_like(low, dtype=weight.dtype) if weight.itemsize == 2 else scales
-        limit = _Limit(group, norm, length * lr * keep)
-        numbers = numbers_first(low, length, factor, keep)
-        products = torch.empty_like(low)
-        return _Rooms(dim, parts, low, own, scales, products, narrow, norm, limit, *numbers)
+        return None if cut is None or is_summed(cut, self._sides(group, weight)) else cut
 
     def _before_moves(self, projected: list[tuple[Work, Scratch]]) -> None:
-        run(
-            self._ready[weight].scaled(update)
-            for item, scratch in projected
-            for weight, update in zip(item.weights, scratch.updates, strict=True)
-        )
+        run(self._limited(item, _moves(scratch)) for item, scratch in projected)
+
+    def _limited(self, item: Work, moves: ChannelMoves) -> Pass:
+        """Makes factors of channels of the norms of updates, and limits the growth of the norm."""
+        group = item.group
+        is_whole = group["scale_type"] == "tensor"
+        parts = [(i, self._parts_of(group, p)) for i, p in enumerate(item.weights)]
+        cuts = [(cut, index) for index, cut in parts if cut is not None]
+        moves.sum_updates()
+        if cuts and is_whole:
+            yield Terms([(cut, moves.update_squares(index)) for cut, index in cuts])
+        moves.scale(self._factor, _EPSILON)
+        if cuts and not is_whole:
+            yield Terms([(cut, moves.norm_squares(index)) for cut, index in cuts])
+        root, lr = math.sqrt(group["scale"]), float(group["lr"])
+        times = lr * _kept(group) * (1 if group["maximize"] else -1)
+        limits, in_front = not group["disable_nl"], group["scale_front"]
+        moves.limit(limits, in_front, root, _GROWTH, _EPSILON, times)
 
     def _move(
         self,
@@ -250,18 +257,18 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
         target: Tensor,
         state: dict[str, Tensor],
     ) -> None:
-        """Scales the gradient by norms in the scratch memory, without waiting for a device."""
-        group, weight = item.group, item.weights[index]
-        grad, room = as_matrix(local(item.grads[index])), self._ready[weight]
-        # Elsewhere than the scales, which a move that is taken again reads once more.
-        scales = torch.mul(room.scales, room.limit.factor(room.norm, state), out=room.products)
-        if group["weight_decay"] != 0:
-            target.mul_(room.keep)
-        if target.dtype is not scales.dtype:
-            # A gradient near zero may put them over the largest number of float16.
-            most = torch.finfo(target.dtype).max
-            scales = room.narrow.copy_(scales.clamp_(max=most))
-        target.addcmul_(grad.to(target.dtype), scales, value=1.0 if group["maximize"] else -1.0)
+        moves, keep = _moves(scratch), _kept(item.group)
+        if self._moves_late(item):
+            moves.move_onto(index, target, keep)
+        else:
+            moves.move(index, [target], keep)
+
+    def _move_all(self, item: Work, scratch: Scratch) -> None:
+        if self._moves_late(item):
+            super()._move_all(item, scratch)
+            return
+        _moves(scratch).move(0, list(map(local, item.weights)), _kept(item.group))
+        self._progress.stepped += item.weights
 
     def _formula(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
@@ -269,84 +276,46 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
         bases = {side: state[side] for side in (LEFT, RIGHT) if side in state}
         if not bases:
             return move(group, weight, *advance(group, grad, state))
-        matrix, dim = as_matrix(grad), _reduced(group, bases)
+        matrix, dim = as_matrix(grad), _channels(group, bases).reduced
         low = project(matrix, bases)
         direction, length = advance(group, low, state)
         scaled = matrix * (_norm(direction, dim) / (_norm(low, dim) + _EPSILON))
-        norm = _norm(scaled, None)
-        scaled *= _Limit(group, norm).factor(norm, state)
+        scaled *= _limit(group, _norm(scaled, None), state)
         return move(group, weight, scaled, length)
 
 
-class _Rooms(NamedTuple):
-    """Memory for the move of a weight, and what is known before the step of its moments."""
+def _limit(group: dict[str, Any], norm: Tensor, state: dict[str, Tensor]) -> Tensor | float:
+    """The factor of a scaled gradient of this norm, by ``scale`` and by the limit of its growth.
 
-    dim: int | None
-    parts: Cut | None
-    """The cut of the weight, if processes have parts of its low-rank gradient."""
-    low: Tensor
-    """The norms of the low-rank gradient, and a little."""
-    own: Tensor
-    """The norms of the gradient."""
-    scales: Tensor
-    products: Tensor
-    narrow: Tensor
-    """Scales in the dtype of the weight."""
-    norm: Tensor
-    limit: _Limit
-    length: Tensor
-    factor: Tensor
-    keep: Tensor
-
-    def scaled(self, update: Tensor) -> Pass:
-        """Makes the norms of an update scales of the gradient, and takes the norm of that."""
-        # The update is the direction times the length.
-        _norm(update, self.dim, out=self.scales)
-        if self.dim is None:
-            yield from add_up_norms([(self.parts, self.scales)])
-        self.scales.div_(self.length).mul_(self.factor).div_(self.low)
-        _norm(torch.mul(self.scales, self.own, out=self.products), None, out=self.norm)
-        if self.dim is not None:
-            yield from add_up_norms([(self.parts, self.norm)])
-
-
-class _Limit:
-    """The factor of a scaled gradient, by ``scale`` and by the limit of the growth of its norm.
-
-    It is made before the norm is known, and then allocates nothing. A last norm of 0 limits
-    nothing.
+    A last norm of 0 limits nothing. The norm that the gradient then has is noted in the state.
     """
-
-    def __init__(self, group: dict[str, Any], like: Tensor, times: float = 1.0) -> None:
-        """``times``: a factor of the factor."""
-        root = math.sqrt(group["scale"])
-        self._limits, self._in_front = not group["disable_nl"], group["scale_front"]
-        numbers = root * times, root, times, _EPSILON, _GROWTH, 0.0, 1.0
-        self._both, self._root, self._times, *self._others = numbers_first(like, *numbers)
-        self._limit, self._norm = torch.empty_like(like), torch.empty_like(like)
-        self._is_above = torch.empty_like(like, dtype=torch.bool)
-
-    def factor(self, norm: Tensor, state: dict[str, Tensor]) -> Tensor:
-        """Notes the norm that a gradient of this one then has in the state."""
-        if not self._limits:
-            return self._both
-        last, limit, (epsilon, growth, zero, one) = state[_NORM], self._limit, self._others
-        if self._in_front:
-            norm = torch.mul(norm, self._root, out=self._norm)
-        torch.div(norm, torch.add(last, epsilon, out=limit), out=limit)
-        limit.clamp_(min=_GROWTH).div_(growth)
-        torch.where(torch.gt(last, zero, out=self._is_above), limit, one, out=limit)
-        torch.div(norm, limit, out=last)
-        return torch.div(self._root, limit, out=limit).mul_(self._times)
+    root, last = math.sqrt(group["scale"]), state[_NORM]
+    if group["disable_nl"]:
+        return root
+    if group["scale_front"]:
+        norm = norm * root
+    limit = (norm / (last + _EPSILON)).clamp(min=_GROWTH) / _GROWTH
+    limit = torch.where(last > 0, limit, 1.0)
+    last.copy_(norm / limit)
+    return root / limit
 
 
-def _reduced(group: dict[str, Any], sides: Iterable[str]) -> int | None:
-    """The dimension that norms are taken along, which is the projected one; None for all."""
-    return None if group["scale_type"] == "tensor" else int(RIGHT in sides)
+def _channels(group: dict[str, Any], sides: Iterable[str]) -> Channels:
+    """The channels of a gradient, along the dimension that is not projected."""
+    if group["scale_type"] == "tensor":
+        return Channels.WHOLE
+    return Channels.ROWS if RIGHT in sides else Channels.COLUMNS
 
 
-def _norm(
-    tensor: Tensor, dim: int | None, dtype: torch.dtype | None = None, out: Tensor | None = None
-) -> Tensor:
-    keepdim = dim is not None
-    return torch.linalg.vector_norm(tensor, dim=dim, keepdim=keepdim, dtype=dtype, out=out)
+def _moves(scratch: Scratch) -> ChannelMoves:
+    assert scratch.moves is not None
+    return scratch.moves
+
+
+def _kept(group: dict[str, Any]) -> float:
+    """The part of a weight that decay leaves."""
+    return 1 - float(group["lr"]) * group["weight_decay"]
+
+
+def _norm(tensor: Tensor, dim: int | None) -> Tensor:
+    return torch.linalg.vector_norm(tensor, dim=dim, keepdim=dim is not None)

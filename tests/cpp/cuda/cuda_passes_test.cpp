@@ -2,12 +2,14 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <random>
 #include <vector>
 
 #include "src/run/backend.h"
+#include "src/steps/channel_moves.h"
 
 namespace fusedstep::emulator {
 extern int launches;
@@ -208,6 +210,132 @@ TEST(CudaNormsTest, MatricesAreDividedByTheirNormsInPlace) {
       }
     }
   }
+}
+
+// A matrix with a margin, whose rows or columns lie apart.
+template <class As>
+struct Matrix {
+  Numbers<As> numbers;
+  std::array<int64_t, 2> sizes, strides;
+
+  // `layout`: 0 in order, 1 rows apart, 2 turned, 3 turned with columns apart.
+  Matrix(int64_t rows, int64_t columns, int layout, int64_t shift, std::mt19937_64& random)
+      : numbers(2 * (rows + 3) * (columns + 3), shift, random), sizes{rows, columns} {
+    const int64_t apart = layout % 2 == 0 ? 0 : 3;
+    if (layout < 2) {
+      strides = {columns + apart, 1};
+    } else {
+      strides = {1 + apart % 2, (1 + apart % 2) * rows + apart};
+    }
+  }
+  TensorView view(DType dtype, int device) { return {numbers.data(), dtype, sizes, strides, device}; }
+};
+
+template <class As>
+struct DTypeOf;
+template <>
+struct DTypeOf<AsFloat> {
+  static constexpr DType kDType = DType::kFloat;
+};
+template <>
+struct DTypeOf<AsDouble> {
+  static constexpr DType kDType = DType::kDouble;
+};
+template <>
+struct DTypeOf<AsBFloat16> {
+  static constexpr DType kDType = DType::kBFloat16;
+};
+
+// The operands of moves by channels: more than one launch has room for, channels of several segments, and
+// matrices without elements.
+template <class Wide, class Weight, class Grad>
+struct ChannelSubject {
+  std::vector<Channels> channels;
+  std::vector<Matrix<Wide>> lows, updates;
+  std::vector<Matrix<Weight>> weights;
+  std::vector<Matrix<Grad>> grads;
+  std::vector<Numbers<Wide>> lasts;
+  std::vector<double> lengths, memory;
+
+  ChannelSubject() {
+    std::mt19937_64 random(7);
+    const std::vector<std::pair<int64_t, int64_t>> shapes{{5, 7}, {40, 132}, {1, 4},   {300, 9},
+                                                          {3, 0}, {0, 3},    {2, 4200}};
+    for (int i = 0; i < 63; ++i) {
+      const auto [rows, columns] = shapes[i % shapes.size()];
+      channels.push_back(static_cast<Channels>(i % 3));
+      const int64_t rank = 1 + i % 3;
+      const bool by_columns = channels.back() == Channels::kColumns;
+      const int64_t low_rows = by_columns ? rank : rows, low_columns = by_columns ? columns : rank;
+      lows.emplace_back(low_rows, low_columns, 0, 0, random);
+      updates.emplace_back(low_rows, low_columns, 0, 0, random);
+      weights.emplace_back(rows, columns, i / 2 % 4, i % 5 == 1, random);
+      grads.emplace_back(rows, columns, i % 4, i % 5 == 2, random);
+      lasts.emplace_back(1, 0, random);
+      lasts.back().data()[0] = Wide::put(i % 4 == 0 ? 0 : 0.01F * static_cast<float>(i));
+      lengths.push_back(0.5 + i);
+    }
+  }
+
+  template <class As>
+  static std::vector<TensorView> views(std::vector<Matrix<As>>& all, int device) {
+    std::vector<TensorView> found;
+    for (Matrix<As>& matrix : all) found.push_back(matrix.view(DTypeOf<As>::kDType, device));
+    return found;
+  }
+
+  void run(int device, bool in_front) {
+    ChannelMoves moves(views(lows, device), views(updates, device), channels);
+    std::vector<TensorView> last;
+    for (auto& number : lasts) last.push_back({number.data(), DTypeOf<Wide>::kDType, {}, {}, device});
+    memory.assign(moves.bind(views(grads, device), last, lengths, 1) + 1, -1.0);
+    moves.bind_weights(views(weights, device));
+    moves.use(memory.data());
+    moves.sum_gradients();
+    moves.sum_updates();
+    moves.scale({0.25, 1e-8});
+    moves.limit({true, in_front, 1.5, 1.01, 1e-8, -0.01});
+    moves.move(0, channels.size(), 0.99);
+    EXPECT_EQ(memory.back(), -1.0);
+  }
+};
+
+template <class As>
+void expect_near(const Numbers<As>& found, const Numbers<As>& expected, double bound) {
+  for (size_t k = 0; k < found.all.size(); ++k) {
+    const double a = As::get(found.all[k]), b = As::get(expected.all[k]);
+    ASSERT_NEAR(a, b, bound * std::max(1.0, std::abs(b))) << k;
+  }
+}
+
+template <class Wide, class Weight, class Grad>
+void expect_moves_of_both_engines_to_agree(double bound, double bound_of_weights) {
+  for (const bool in_front : {false, true}) {
+    ChannelSubject<Wide, Weight, Grad> expected, found;
+    const auto before = found.weights;
+    expected.run(kHost, in_front);
+    found.run(0, in_front);
+    int64_t channels = 0;
+    for (size_t i = 0; i < found.channels.size(); ++i) {
+      const auto [rows, columns] = found.weights[i].sizes;
+      const Channels kind = found.channels[i];
+      channels += kind == Channels::kWhole ? 1 : (kind == Channels::kRows ? rows : columns);
+      expect_near(found.weights[i].numbers, expected.weights[i].numbers, bound_of_weights);
+      expect_near(found.lasts[i], expected.lasts[i], bound);
+      if (rows * columns > 0) EXPECT_NE(found.weights[i].numbers.all, before[i].numbers.all);
+    }
+    const int64_t sums = 3 * channels + static_cast<int64_t>(found.channels.size());
+    for (int64_t k = 0; k < sums; ++k) {
+      ASSERT_NEAR(found.memory[k], expected.memory[k], 1e-12 * std::abs(expected.memory[k])) << k;
+    }
+  }
+}
+
+TEST(CudaChannelsTest, MovesAreThoseOfTheCpu) {
+  expect_moves_of_both_engines_to_agree<AsFloat, AsFloat, AsFloat>(1e-6, 1e-6);
+  expect_moves_of_both_engines_to_agree<AsDouble, AsDouble, AsDouble>(1e-12, 1e-12);
+  expect_moves_of_both_engines_to_agree<AsFloat, AsFloat, AsBFloat16>(1e-6, 1e-6);
+  expect_moves_of_both_engines_to_agree<AsFloat, AsBFloat16, AsBFloat16>(1e-6, 1e-2);
 }
 
 }  // namespace
