@@ -106,23 +106,32 @@ def add_back(
     between: Tensor | None = None,
 ) -> None:
     """Sets a matrix to ``keep`` times it plus ``factor`` times the low-rank update in full."""
-    a, b = bases.get(LEFT), bases.get(RIGHT)
-    if a is None:
-        weight.addmm_(low, bases[RIGHT], beta=keep, alpha=factor)
-    elif b is None:
-        weight.addmm_(a, low, beta=keep, alpha=factor)
+    if len(bases) == 1:
+        pair = _way_back(low, bases)
+    elif _left_first(bases):
+        pair = bases[LEFT], torch.mm(low, bases[RIGHT], out=_half(bases, between))
     else:
-        half = _half(bases, between)
-        a, low, b = (
-            (a, low, torch.mm(low, b, out=half))
-            if _left_first(bases)
-            else (
-                torch.mm(a, low, out=half),
-                low,
-                b,
-            )
-        )
-        weight.addmm_(a, b, beta=keep, alpha=factor)
+        pair = torch.mm(bases[LEFT], low, out=_half(bases, between)), bases[RIGHT]
+    weight.addmm_(*pair, beta=keep, alpha=factor)
+
+
+def add_back_all(
+    weights: list[Tensor],
+    low: list[Tensor],
+    bases: list[dict[str, Tensor]],
+    keep: float,
+    factor: float,
+) -> bool:
+    """As ``add_back`` for all weights in one native call, or returns False and changes nothing."""
+    if any(len(of_one) > 1 for of_one in bases):
+        return False
+    pairs = list(map(_way_back, low, bases))
+    return _take_together(pairs, weights, [factor] * len(weights), [keep] * len(weights))
+
+
+def _way_back(low: Tensor, bases: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The factors of a low-rank update in full, from one side."""
+    return (bases[LEFT], low) if LEFT in bases else (low, bases[RIGHT])
 
 
 def size_between(bases: dict[str, torch.Size]) -> int:

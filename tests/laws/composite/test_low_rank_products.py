@@ -1,12 +1,15 @@
-"""The native products of low rank on a GPU, many shapes in one call, against float64."""
+"""The native products of low rank, many shapes in one call, against float64."""
 
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(
+from fusedstep._native import ops
+
+needs_hopper = pytest.mark.skipif(
     not (torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)),
     reason="needs a GPU of compute capability 9.0",
 )
+needs_amx = pytest.mark.skipif(ops.product_isa() != "amx", reason="needs a CPU with AMX")
 
 #: Rows, columns and depth around words, parts of the depth, and tiles.
 SHAPES = [
@@ -24,78 +27,85 @@ FORMS = [(True, False), (True, True), (False, True)]
 #: Copies of all shapes in each form: more products than a launch has room for.
 COPIES = 16
 
-#: Largest errors by the product's norm.
-BOUNDS = {False: 1e-3, True: 1e-6}
+#: Precisions by the numbers that the operator knows them by.
+HIGHEST, HIGH, MEDIUM = range(3)
+
+#: Devices and precisions that are taken, and their largest errors by the product's norm.
+TAKEN = [
+    pytest.param("cuda", HIGHEST, 1e-6, marks=needs_hopper),
+    pytest.param("cuda", HIGH, 1e-3, marks=needs_hopper),
+    pytest.param("cpu", HIGH, 2e-5, marks=needs_amx),
+    pytest.param("cpu", MEDIUM, 6e-3, marks=needs_amx),
+]
 
 
-def matrix(rows, columns, by_rows, generator):
+def matrix(rows, columns, by_rows, generator, device):
     """A matrix of a larger one, whose other elements are NaN."""
     shape = (rows, columns) if by_rows else (columns, rows)
-    wide = torch.full((shape[0] + 1, shape[1] + 8), torch.nan, device="cuda")
+    wide = torch.full((shape[0] + 1, shape[1] + 8), torch.nan, device=device)
     part = wide[: shape[0], 4 : shape[1] + 4]
     part.copy_(torch.randn(shape, generator=generator))
     return part if by_rows else part.t()
 
 
-def examples(copies=COPIES):
+def examples(copies=COPIES, device="cuda"):
     generator = torch.Generator().manual_seed(copies)
     found = []
     for rows, columns, depth in SHAPES * copies:
         for a_by_rows, b_by_rows in FORMS:
-            a = matrix(rows, depth, a_by_rows, generator)
-            b = matrix(depth, columns, b_by_rows, generator)
-            found.append((a, b, matrix(rows, columns, True, generator)))
+            a = matrix(rows, depth, a_by_rows, generator, device)
+            b = matrix(depth, columns, b_by_rows, generator, device)
+            found.append((a, b, matrix(rows, columns, True, generator, device)))
     return found
 
 
-def take(products, alpha, beta, in_two):
-    precision = 0 if in_two else 1
+def take(products, alpha, beta, precision):
     a, b, c = (list(operands) for operands in zip(*products, strict=True))
     return torch.ops.fusedstep.low_rank_products(a, b, c, alpha, beta, precision)
 
 
-@pytest.mark.parametrize("in_two", [False, True])
+@pytest.mark.parametrize(("device", "precision", "bound"), TAKEN)
 @pytest.mark.parametrize("adds", [False, True])
-def test_are_products(adds, in_two):
-    products = examples()
+def test_are_products(adds, device, precision, bound):
+    products = examples(COPIES if device == "cuda" else 2, device)
     alpha = [0.5 + index for index in range(len(products))]
     beta = [0.25 if adds else 0.0] * len(products)
     if not adds:
         for _, _, c in products:
             c.fill_(torch.nan)  # nothing is read of what is overwritten
     before = [c.clone() for _, _, c in products]
-    assert take(products, alpha, beta, in_two)
+    assert take(products, alpha, beta, precision)
     for (a, b, c), old, factor in zip(products, before, alpha, strict=True):
         exact = factor * (a.double() @ b.double())
         if adds:
             exact += 0.25 * old.double()
-        assert torch.linalg.norm(c - exact) < BOUNDS[in_two] * torch.linalg.norm(exact)
+        assert torch.linalg.norm(c - exact) < bound * torch.linalg.norm(exact)
         around = c.as_strided((c.shape[0], 4), c.stride(), c.storage_offset() - 4)
         assert around.isnan().all()
 
 
-def test_every_run_has_the_same_bits():
-    products = examples(4)
+@pytest.mark.parametrize(("device", "precision", "bound"), TAKEN)
+def test_every_run_has_the_same_bits(device, precision, bound):
+    products = examples(4, device)
     ones, zeros = [1.0] * len(products), [0.0] * len(products)
-    for in_two in (False, True):
-        runs = []
-        for _ in range(5):
-            assert take(products, ones, zeros, in_two)
-            runs.append([c.clone() for _, _, c in products])
-        for run in runs[1:]:
-            assert all(map(torch.equal, run, runs[0]))
+    runs = []
+    for _ in range(5):
+        assert take(products, ones, zeros, precision)
+        runs.append([c.clone() for _, _, c in products])
+    for run in runs[1:]:
+        assert all(map(torch.equal, run, runs[0]))
 
 
-@pytest.mark.parametrize("in_two", [False, True])
+@pytest.mark.parametrize(("device", "precision", "bound"), TAKEN)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, "all bits"])
-def test_bad_numbers_stay_bad(bad, in_two):
-    products = examples(2)
+def test_bad_numbers_stay_bad(bad, device, precision, bound):
+    products = examples(2, device)
     for a, _, _ in products:
         if bad == "all bits":  # the NaN that operations on a GPU have
             a[3, 1] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32).item()
         else:
             a[3, 1] = bad
-    assert take(products, [1.0] * len(products), [0.0] * len(products), in_two)
+    assert take(products, [1.0] * len(products), [0.0] * len(products), precision)
     for _, _, c in products:
         assert not c[3].isfinite().any()
         assert c[:3].isfinite().all()
@@ -120,25 +130,33 @@ def changed(name):
     return products
 
 
+@needs_hopper
 @pytest.mark.parametrize(
     "name", ["by columns", "result by columns", "no words", "odd side", "few", "long"]
 )
 def test_what_torch_does_as_well_is_left_to_torch(name):
     products = changed(name)
     before = [c.clone() for _, _, c in products]
-    assert not take(products, [1.0] * len(products), [0.0] * len(products), False)
+    assert not take(products, [1.0] * len(products), [0.0] * len(products), HIGH)
     assert all(torch.equal(c, old) for (_, _, c), old in zip(products, before, strict=True))
 
 
+def test_products_on_the_cpu_in_the_highest_precision_are_torchs():
+    products = examples(1, "cpu")
+    assert not take(products, [1.0] * len(products), [0.0] * len(products), HIGHEST)
+
+
 def test_wrong_operands_are_refused():
-    a, b, c = examples(1)[0]
+    a, b, c = examples(1, "cpu")[0]
     for wrong, words in (
         ((a.double(), b, c), "a must be a float32 matrix"),
-        ((a, b.cpu(), c), "b must be a float32 matrix, on the device"),
+        ((a, b.double(), c), "b must be a float32 matrix, on the device"),
         ((a, b[:2], c), "shape of the product"),
         ((a[0], b, c), "a must be a float32 matrix"),
     ):
         with pytest.raises(RuntimeError, match=words):
-            take([wrong], [1.0], [0.0], True)
+            take([wrong], [1.0], [0.0], HIGH)
     with pytest.raises(RuntimeError, match="as many"):
-        take([(a, b, c)], [], [0.0], True)
+        take([(a, b, c)], [], [0.0], HIGH)
+    with pytest.raises(RuntimeError, match="precision must be 0"):
+        take([(a, b, c)], [1.0], [0.0], 3)
