@@ -25,6 +25,10 @@ inline constexpr int64_t kTileNumbers = kTileSide * kBlockSide, kBlockNumbers = 
 // The most blocks along a side of a square.
 inline constexpr int64_t kMostSquareBlocks = 4;
 
+// The most blocks along a side of a part of a wide product, and in one that is deeper than kWideDepth blocks:
+// what is packed of the operands, and the sums, stay in the second-level cache.
+inline constexpr int64_t kMostWideBlocks = 12, kMostWideSums = 48, kWideDepth = 4;
+
 // Matrices by rows without a gap, [matrices][rows][columns]. Null if there are none.
 struct PlainMatrices {
   BFloat16Bits* data = nullptr;

@@ -1,5 +1,5 @@
-// Products of float32 matrices by their parts in bfloat16. A square takes its operands apart and packs them
-// as it goes: they are long in one direction alone, so that few squares read the same numbers.
+// Products of float32 matrices by their parts in bfloat16. A part of a product takes its operands apart and
+// packs them as it goes. To pack numbers costs as much as to multiply them, so that parts are large.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -9,12 +9,9 @@
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
-// Blocks that the sums of a square go deep at a time: what is packed of them stays in the second-level cache.
-inline constexpr int64_t kWideDepth = 4;
-
-// The two parts of an operand of a square.
+// The two parts of an operand's numbers.
 struct alignas(64) WideParts {
-  BFloat16Bits of[2][kMostSquareBlocks * kWideDepth * kBlockNumbers];
+  BFloat16Bits of[2][kMostWideBlocks * kWideDepth * kBlockNumbers];
 };
 
 // A matrix in memory by rows.
@@ -62,7 +59,9 @@ inline void finish_wide(const LowRankProduct& product, const float* sums, int64_
 inline void multiply_wide(const WideProduct& product, const Square& square) {
   const LowRankProduct& of = product.of;
   WideParts left, right;
-  alignas(64) float sums[kMostSquareBlocks][kMostSquareBlocks][kBlockNumbers];
+  // Of a product that is not deep, sums are finished one after another.
+  alignas(64) float sums[kMostWideSums][kBlockNumbers];
+  const bool is_deep = product.depth > kWideDepth;
   for (int64_t k = 0; k < product.depth; k += kWideDepth) {
     const int64_t some = std::min(kWideDepth, product.depth - k);
     if (of.form == ProductForm::kColumnsColumns) {
@@ -84,15 +83,15 @@ inline void multiply_wide(const WideProduct& product, const Square& square) {
     };
     for (int64_t r = 0; r < square.rows; ++r) {
       for (int64_t c = 0; c < square.columns; ++c) {
-        add_products(panel(left.of[0], r), panel(right.of[0], c), some, k == 0, sums[r][c]);
-        if (product.parts == 1) continue;
-        add_products(panel(left.of[0], r), panel(right.of[1], c), some, false, sums[r][c]);
-        add_products(panel(left.of[1], r), panel(right.of[0], c), some, false, sums[r][c]);
+        float* const sum = sums[is_deep ? r * square.columns + c : 0];
+        add_products(panel(left.of[0], r), panel(right.of[0], c), some, k == 0, sum);
+        if (product.parts == 2) {
+          add_products(panel(left.of[0], r), panel(right.of[1], c), some, false, sum);
+          add_products(panel(left.of[1], r), panel(right.of[0], c), some, false, sum);
+        }
+        if (k + some == product.depth) finish_wide(of, sum, square.i + r, square.j + c);
       }
     }
-  }
-  for (int64_t r = 0; r < square.rows; ++r) {
-    for (int64_t c = 0; c < square.columns; ++c) finish_wide(of, sums[r][c], square.i + r, square.j + c);
   }
 }
 

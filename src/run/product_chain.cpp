@@ -16,23 +16,35 @@ constexpr int64_t kPacked = 1024, kMultiplied = 128;
 // more threads: a stage has large ones where each thread gets so many.
 constexpr int64_t kLarge = cpu::kMostSquareBlocks, kSmall = 2, kLargeForEach = 8;
 
-// The squares of a task, in an order in which neighbours have operands in common: down the columns of a
-// whole matrix, and along the rows of a symmetric matrix up to the diagonal.
+// The blocks along the sides of a part of a task, where a square's side has so many. Parts of a wide product
+// are larger, and as long as its sums allow.
+std::pair<int64_t, int64_t> part_sides(const ProductChain::Task& task, int64_t side) {
+  const auto* wide = std::get_if<cpu::WideProduct>(&task);
+  if (wide == nullptr) return {side, side};
+  constexpr int64_t kMost = cpu::kMostWideBlocks, kShort = cpu::kMostWideSums / kMost;
+  if (side < kLarge) return {kShort, kShort};
+  if (wide->depth <= cpu::kWideDepth) return {kMost, kMost};
+  return wide->columns <= wide->rows ? std::pair(kMost, kShort) : std::pair(kShort, kMost);
+}
+
+// The parts of a task, in an order in which neighbours have operands in common: down the columns of a whole
+// matrix, and along the rows of a symmetric matrix up to the diagonal.
 template <class Use>
 void each_square(const ProductChain::Task& task, int64_t side, Use use) {
   const auto sides = [&](const auto& known) { return std::pair(known.rows, known.columns); };
   const auto [rows, columns] = std::visit(sides, task);
   const auto* product = std::get_if<cpu::Product>(&task);
-  const auto use_at = [&](int64_t i, int64_t j) {
-    use(cpu::Square{0, i, j, std::min(side, rows - i), std::min(side, columns - j)});
+  const auto [high, wide] = part_sides(task, side);
+  const auto use_at = [&, high = high, wide = wide](int64_t i, int64_t j) {
+    use(cpu::Square{0, i, j, std::min(high, rows - i), std::min(wide, columns - j)});
   };
   if (product != nullptr && product->is_symmetric) {
-    for (int64_t i = 0; i < rows; i += side) {
-      for (int64_t j = 0; j <= i; j += side) use_at(i, j);
+    for (int64_t i = 0; i < rows; i += high) {
+      for (int64_t j = 0; j <= i; j += wide) use_at(i, j);
     }
   } else {
-    for (int64_t j = 0; j < columns; j += side) {
-      for (int64_t i = 0; i < rows; i += side) use_at(i, j);
+    for (int64_t j = 0; j < columns; j += wide) {
+      for (int64_t i = 0; i < rows; i += high) use_at(i, j);
     }
   }
 }
