@@ -163,30 +163,60 @@ void squares_of_rows(const SquaresTensor& tensor, const Tile& tile, double* sums
   }
 }
 
-FUSEDSTEP_FN void add_squares(double* sums, const Pack<double>& x) {
-  store(sums, 0, with_square(load<Pack<double>>(sums, 0), x));
+// Adds the squares of a register's columns, in rows that follow one another.
+template <int kRows, class Stored>
+FUSEDSTEP_FN void add_column_squares(double* sums, const Stored* from, int64_t row_stride) {
+  using V = Pack<typename Codec<Stored>::Compute>;
+  using D = Pack<double>;
+  D found[V::size() / D::size()];
+  for (int k = 0; D & sum : found) sum = D::load(sums + D::size() * k++);
+#pragma GCC unroll 4
+  for (int row = 0; row < kRows; ++row) {
+    const V x = load<V>(from, row * row_stride);
+    if constexpr (V::size() == D::size()) {
+      found[0] = with_square(found[0], x);
+    } else {
+      D low, high;
+      widen(x, low, high);
+      found[0] = with_square(found[0], low);
+      found[1] = with_square(found[1], high);
+    }
+  }
+  for (int k = 0; const D& sum : found) sum.store(sums + D::size() * k++);
 }
-FUSEDSTEP_FN void add_squares(double* sums, const Pack<float>& x) {
-  Pack<double> low, high;
-  widen(x, low, high);
-  add_squares(sums, low);
-  add_squares(sums + Pack<double>::size(), high);
+
+template <int kRows, class Stored>
+FUSEDSTEP_FN void add_row_squares(double* sums, const Stored* from, const SquaresTensor& tensor,
+                                  int64_t count) {
+  using T = typename Codec<Stored>::Compute;
+  using V = Pack<T>;
+  int64_t i = 0;
+  if (tensor.column_stride == 1) {
+    for (; i + V::size() <= count; i += V::size()) {
+      add_column_squares<kRows>(sums + i, from + i, tensor.row_stride);
+    }
+  }
+  for (; i < count; ++i) {
+    for (int row = 0; row < kRows; ++row) {
+      const auto x = load<T>(from, row * tensor.row_stride + i * tensor.column_stride);
+      sums[i] = with_square(sums[i], static_cast<double>(x));
+    }
+  }
 }
 
 template <class Stored>
 void squares_of_columns(const SquaresTensor& tensor, const Tile& tile, double* sums) {
-  using T = typename Codec<Stored>::Compute;
-  using V = Pack<T>;
-  alignas(64) double found[kColumnsTogether] = {};
-  const int64_t count = tile.column_end - tile.column, stride = tensor.column_stride;
-  const int64_t whole = stride == 1 ? count - count % V::size() : 0;
-  for (int64_t row = tile.row; row < tile.row_end; ++row) {
-    const auto* const from =
-        static_cast<const Stored*>(tensor.data) + row * tensor.row_stride + tile.column * stride;
-    for (int64_t i = 0; i < whole; i += V::size()) add_squares(found + i, load<V>(from, i));
-    for (int64_t i = whole; i < count; ++i) {
-      found[i] = with_square(found[i], static_cast<double>(load<T>(from, i * stride)));
-    }
+  constexpr int kRows = 4;  // at a time: fewer accesses to the sums
+  alignas(64) double found[kTileColumns] = {};
+  const int64_t count = tile.column_end - tile.column;
+  const auto* from = static_cast<const Stored*>(tensor.data) + tile.row * tensor.row_stride +
+                     tile.column * tensor.column_stride;
+  int64_t row = tile.row;
+  for (; row + kRows <= tile.row_end; row += kRows, from += kRows * tensor.row_stride) {
+    add_row_squares<kRows>(found, from, tensor, count);
+  }
+  for (; row < tile.row_end; ++row, from += tensor.row_stride) {
+    add_row_squares<1>(found, from, tensor, count);
   }
   for (int64_t i = 0; i < count; ++i) sums[i] = found[i];
 }

@@ -22,8 +22,12 @@ struct PassKernels {
   void (*move)(const MoveTensor&, double keep, const Tile& tile);
 };
 
-// Kernels that write the sum of squares of each row of a tile, or of each of its columns, at most
-// kColumnsTogether. The order of a sum is the same on every instruction set.
+// The most columns of a tile whose columns have sums: their rows are long pieces of memory, and the sums stay
+// in the first-level cache.
+constexpr int64_t kTileColumns = 1024;
+
+// Kernels that write the sum of squares of each row of a tile, or of each of its columns. The order of a sum
+// is the same on every instruction set.
 struct SquaresKernels {
   void (*of_rows)(const SquaresTensor&, const Tile& tile, double* sums);
   void (*of_columns)(const SquaresTensor&, const Tile& tile, double* sums);

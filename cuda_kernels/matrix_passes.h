@@ -39,8 +39,9 @@ static_assert(sizeof(NormLaunch) <= 4000);
 using Normalize = void (*)(const NormLaunch&, const NormOptions&);
 Normalize normalize_kernel(NormFormat format);
 
-// Rows of a tile of which a block of threads adds up squares, by rows; and rows of a tile that it moves, as
-// many columns wide as kColumnsTogether.
+// Columns of a tile of which a block of threads adds up squares by columns, or that it moves; rows of a tile
+// of which it adds up squares by rows; and rows of a tile that it moves.
+constexpr int64_t kColumnsTogether = 128;
 constexpr int64_t kSquaresRows = 8, kMoveRows = 32;
 // Channels whose partial sums a block adds.
 constexpr int64_t kFoldChannels = 256;

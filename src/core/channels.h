@@ -36,9 +36,6 @@ struct SquaresTensor {
 // Squares are added up in double by segments: so many elements of a row, or a column in so many rows. A
 // channel's segments are added in their order.
 constexpr int64_t kRowSegment = 4096, kColumnSegment = 128;
-// Columns that are gone through together.
-constexpr int64_t kColumnsTogether = 128;
-
 FUSEDSTEP_FN constexpr int64_t pieces_of(int64_t count, int64_t most) { return (count + most - 1) / most; }
 
 FUSEDSTEP_FN int64_t channels_of(const SquaresTensor& of) {

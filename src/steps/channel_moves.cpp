@@ -157,7 +157,7 @@ ChannelMoves::Sums ChannelMoves::sums_of(std::span<const TensorView> matrices) c
     if (device_ != kHost) continue;
     const bool by_columns = tensor.channels == Channels::kColumns;
     sums.parts.cut(tensor.rows, tensor.columns, by_columns ? kColumnSegment : rows_together(tensor.columns),
-                   by_columns ? kColumnsTogether : kRowSegment);
+                   by_columns ? cpu::kTileColumns : kRowSegment);
     const int64_t fold = has_partials(tensor) ? partials_of(tensor) + channels_of(tensor) : 1;
     sums.cost_of_folds.push_back(sums.cost_of_folds.back() + fold);
   }
