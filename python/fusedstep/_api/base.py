@@ -95,6 +95,16 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     #: False if norms of gradients are added up in the order of these, whatever that of a native
     #: plan is.
     _plan_takes_norm: ClassVar[bool] = True
+    #: The option by which a native step leaves gradients as they are. Without it the step may leave
+    #: anything in them. None if it leaves nothing there anyway.
+    _keeps_grads_by: ClassVar[str | None] = None
+    #: False if no native step scales or zeroes gradients.
+    _writes_grads: ClassVar[bool] = True
+    #: The ``max_grad_norm`` that does not even take the norm of gradients.
+    _no_max_grad_norm: ClassVar[float | None] = None
+    #: What the norm of gradients is raised by before the division that clips them, as by
+    #: clip_grad_norm_: a number, or the option that has it.
+    _grad_norm_eps: ClassVar[float | str] = EPSILON
     #: False if all gradients have to be sparse.
     _takes_dense: ClassVar[bool] = True
     #: True if dictionaries may hold a step count for a whole group.
@@ -103,6 +113,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     #: Known of a step of composites that is under way: a second one at once is an error.
     _stepping: object
 
+    #: States of other libraries' dictionaries that no step reads: they are dropped.
+    _unread_states: ClassVar[frozenset[str]] = frozenset()
     #: States that _in_form() reads, beyond those that a weight has.
     _foreign_states: ClassVar[frozenset[str]] = frozenset()
 
@@ -258,10 +270,6 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         """Raises if a state of a composite group's weights is not as the step needs it."""
         self._store.check(group, weights)
 
-    def _uses_grads(self, group: dict[str, Any]) -> bool:
-        """Returns whether a native step may leave anything in the gradients."""
-        return False
-
     def _max_grad_norm(self) -> float | None:
         """Returns the limit of the 2-norm of all gradients; clipping leaves ``.grad`` alone.
 
@@ -274,7 +282,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         norms = {math.inf if norm is None else float(norm) for norm in given}
         if len(norms) > 1:
             raise ValueError(f"max_grad_norm must be the same in all groups, not {sorted(norms)}")
-        return max(norms) if any(norm is not None for norm in given) else None
+        norm = max(norms) if any(norm is not None for norm in given) else None
+        return None if norm == self._no_max_grad_norm else norm
 
     def _skips_nonfinite(self) -> bool:
         """Returns whether steps are left out whose gradients have no finite norm."""
@@ -288,10 +297,6 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         if self._max_grad_norm() is not None:
             return "max_grad_norm"
         return "skip_nonfinite" if self._skips_nonfinite() else None
-
-    def _grad_norm_eps(self) -> float:
-        """Returns what the norm is raised by before the division, as by clip_grad_norm_."""
-        return EPSILON
 
     def _launches(
         self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
@@ -548,9 +553,11 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         self._begin_step()
         own_max_norm, work = self._max_grad_norm(), self._bind_groups()
         scaler = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        own_eps = 0.0 if own_max_norm is None else self._grad_norm_eps()
+        eps = 0.0 if own_max_norm is None else self._grad_norm_eps
+        if isinstance(eps, str):
+            eps = float(self._groups[-1][eps])
         skips = self._skips_nonfinite()
-        asked = Asked(max_norm, own_max_norm, own_eps, error_if_nonfinite, skips)
+        asked = Asked(max_norm, own_max_norm, eps, error_if_nonfinite, skips)
         spread = self._spread_weights() if asked.is_norm else None
         factors = factors_of(work, scaler, asked, spread)
         if error_if_nonfinite and spread is not None:
@@ -662,6 +669,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
                 in_phases=self._in_phases,
                 stepped=self._progress.stepped,
             )
+        if zero_grad is True and not self._writes_grads:
+            untreated = [pair for item in work for pair in item.pairs()]
         # One that communicates has more to do than its kernels.
         is_alone = not (spread and spread.places)
         is_plain = factors is PLAIN and not zero_grad
@@ -721,9 +730,11 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     def _grad_use(
         self, group: dict[str, Any], factors: Factors, zero_grad: bool | Literal["none"]
     ) -> GradUse:
+        if not self._writes_grads:
+            return GradUse.LEAVE
         if zero_grad is True:
             return GradUse.CLEAR
-        if self._uses_grads(group):
+        if self._keeps_grads_by and not group[self._keeps_grads_by]:
             return GradUse.SCRATCH
         # The kernel would leave the gradient as it took it: clipped too.
         if is_one(factors.grad) or not is_one(factors.clip) or zero_grad:

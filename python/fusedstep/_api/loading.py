@@ -45,6 +45,7 @@ class LoadsStates(BindsGroups):
         def look(_: Optimizer, dictionary: dict[str, Any]) -> dict[str, Any]:
             dictionary = own_of(dictionary)
             check_is_no_checkpoint(dictionary)
+            dictionary = self._in_own_form(dictionary)
             dictionary = with_options_of_empty_groups(self, dictionary)
             check_dictionary(self, dictionary)
             self._loading.update(dictionary)
@@ -75,6 +76,19 @@ class LoadsStates(BindsGroups):
     def _in_own_words(self, group: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
         """The options of a dictionary's group by this class's names; ``own``: those it replaces."""
         return group
+
+    def _in_own_form(self, dictionary: dict[str, Any]) -> dict[str, Any]:
+        """A dictionary by this class's names, without states that no step reads."""
+        if not dictionary.keys() >= {"param_groups", "state"}:
+            return dictionary  # torch has an error for that
+        groups = [self._in_own_words(group, {}) for group in dictionary["param_groups"]]
+        states = {
+            key: {name: value for name, value in state.items() if name not in self._unread_states}
+            if isinstance(state, dict)
+            else state
+            for key, state in dictionary["state"].items()
+        }
+        return {**dictionary, "param_groups": groups, "state": states}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         before = {k: v for k, v in vars(self).items() if k in ("_state", "_store", "_groups")}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,17 +55,3 @@ def _moved(moment: Tensor, value: Tensor, rate: float) -> Tensor:
 def rms(tensor: Tensor) -> Tensor:
     """The root of the mean of the squares of all elements."""
     return torch.linalg.vector_norm(tensor) / math.sqrt(max(tensor.numel(), 1))
-
-
-def without_rms(dictionary: dict[str, Any]) -> dict[str, Any]:
-    """A dictionary without root mean squares of weights, which some classes keep and never read.
-
-    They are transformers' Adafactor and came_pytorch's CAME.
-    """
-    states = {
-        key: {name: value for name, value in state.items() if name != "RMS"}
-        if isinstance(state, dict)
-        else state
-        for key, state in dictionary["state"].items()
-    }
-    return {**dictionary, "state": states}

@@ -52,6 +52,7 @@ class Owner(Optimizer):
     _option_kinds: ClassVar[Options]
     _own_options: ClassVar[dict[str, Any]]
     _preset: ClassVar[str | None]
+    _unread_states: ClassVar[frozenset[str]]
     _later_states: ClassVar[frozenset[str]]
     _later_options: ClassVar[dict[str, Any]]
 

@@ -12,7 +12,6 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
-from fusedstep._api.saved import check_is_dictionary, own_of
 from fusedstep._factored.formula import (
     factored_update,
     first_eps,
@@ -22,7 +21,7 @@ from fusedstep._factored.formula import (
     shapes_of,
     size_at,
 )
-from fusedstep._factored.moments import rms, without_rms
+from fusedstep._factored.moments import rms
 from fusedstep._factored.options import (
     ADAFACTOR,
     LR,
@@ -49,7 +48,7 @@ from fusedstep._state.counts import count_steps
 from fusedstep._state.kinds import COUNT, States, plain
 from fusedstep._state.storage import way_of
 from fusedstep._step.factors import Factors
-from fusedstep._step.plan import GradUse, Plan, Work
+from fusedstep._step.plan import Plan, Work
 from fusedstep._step.program import Pass
 from fusedstep._step.sums import place_of
 from fusedstep._step.support import why_not_native
@@ -134,6 +133,8 @@ class Adafactor(FusedOptimizer):
 
     _rule = "adafactor"
     _preset = "variant"
+    _unread_states = frozenset({"RMS"})  # transformers' class keeps it
+    _writes_grads = False
     _state_kinds: ClassVar[States] = {
         **plain("row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg"),
         **COUNT,
@@ -210,13 +211,6 @@ class Adafactor(FusedOptimizer):
         # Under torch's names only a variant that is written down is transformers'.
         group = {"variant": "torch"} | group if "d" in group else group
         return as_set(of_a_variant(group), self.defaults | own)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the optimizer state, of this class, torch's or transformers'."""
-        state_dict = own_of(state_dict)
-        check_is_dictionary(state_dict)
-        groups = [self._in_own_words(group, {}) for group in state_dict["param_groups"]]
-        super().load_state_dict(without_rms({**state_dict, "param_groups": groups}))
 
     def _checked_options(self, item: Work, factors: Factors) -> tuple[float, ...]:
         try:
@@ -307,19 +301,6 @@ class Adafactor(FusedOptimizer):
             "is_torchs": is_torch,
         }
         return group | own | {name: option_of(group, name) for name in beyond}
-
-    def _grad_use(
-        self, group: dict[str, Any], factors: Factors, zero_grad: bool | Literal["none"]
-    ) -> GradUse:
-        return GradUse.LEAVE
-
-    def _update_groups(
-        self, work: list[Work], factors: Factors, zero_grad: bool | Literal["none"]
-    ) -> list[tuple[Tensor, Tensor]]:
-        untreated = super()._update_groups(work, factors, zero_grad)
-        if zero_grad is True:  # which no step does
-            return [pair for item in work for pair in item.pairs()]
-        return untreated
 
     def _check_composite(
         self,

@@ -73,6 +73,8 @@ class Adan(FusedOptimizer):
     """
 
     _rule = "adan"
+    _no_max_grad_norm = 0.0
+    _grad_norm_eps = "eps"
     _state_kinds: ClassVar[States] = {
         **plain("exp_avg", "exp_avg_sq", "exp_avg_diff", "neg_pre_grad"),
         **COUNT,
@@ -140,12 +142,6 @@ class Adan(FusedOptimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 self._store.restart(group, p)
-
-    def _max_grad_norm(self) -> float | None:
-        return super()._max_grad_norm() or None
-
-    def _grad_norm_eps(self) -> float:
-        return float(self._groups[-1]["eps"])
 
     def _launches(
         self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]

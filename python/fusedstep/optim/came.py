@@ -10,9 +10,8 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
-from fusedstep._api.saved import check_is_dictionary
 from fusedstep._factored.blocks import FactoredMoments, Numbers, step_in_blocks
-from fusedstep._factored.moments import moved_factor, rms, sizes_of, without_rms
+from fusedstep._factored.moments import moved_factor, rms, sizes_of
 from fusedstep._options.kinds import (
     Betas,
     Number,
@@ -93,6 +92,7 @@ class CAME(FusedOptimizer):
     """
 
     _rule = "came"
+    _unread_states = frozenset({"RMS"})  # came_pytorch's class keeps it
     _state_kinds: ClassVar[States] = {
         **plain(*_SQUARES, *_RESIDUALS, "exp_avg_sq", "exp_avg"),
         **COUNT,
@@ -151,11 +151,6 @@ class CAME(FusedOptimizer):
     @classmethod
     def _state_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
         return _shapes_of(weight.shape)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the optimizer state, of this class or of ``came_pytorch.CAME``."""
-        check_is_dictionary(state_dict)
-        super().load_state_dict(without_rms(state_dict))
 
     # The step
 

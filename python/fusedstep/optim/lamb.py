@@ -117,6 +117,9 @@ class Lamb(FusedOptimizer):
 
     _rule = "lamb"
     _preset = "variant"
+    _keeps_grads_by = "keep_grad"
+    _no_max_grad_norm = math.inf
+    _grad_norm_eps = 0.0
     _state_kinds: ClassVar[States] = {**plain("exp_avg", "exp_avg_sq"), **COUNT}
     _elementwise = False
     _in_phases = True
@@ -225,13 +228,6 @@ class Lamb(FusedOptimizer):
                 "Lamb got weights of FSDP1, which are parts of a flat parameter: the trust ratio "
                 "is then that of a process's part, not of a weight. fully_shard keeps weights."
             )
-
-    def _max_grad_norm(self) -> float | None:
-        norm = super()._max_grad_norm()
-        return None if norm == math.inf else norm  # the default, which costs nothing
-
-    def _grad_norm_eps(self) -> float:
-        return 0.0
 
     def _imperative_groups(
         self, groups: list[tuple[dict[str, Any], list[Tensor], list[Tensor]]]
@@ -343,9 +339,6 @@ class Lamb(FusedOptimizer):
             "debias": _debiases_moments(group),
             "debias_lr": group["debias"] == "lr",
         }
-
-    def _uses_grads(self, group: dict[str, Any]) -> bool:
-        return not group["keep_grad"]
 
 
 @functools.cache
