@@ -35,7 +35,7 @@ from fusedstep._options.kinds import (
 from fusedstep._options.shared import OF_TORCH, OWN, own_option, without_unset
 from fusedstep._state import storage
 from fusedstep._state.checks import check_storage
-from fusedstep._state.codes import warn_of_int4
+from fusedstep._state.codes import OF_INT4, warn_of_codes
 from fusedstep._state.kinds import COUNT, States
 from fusedstep._state.states import StateStore
 from fusedstep._step.binding import BindsGroups
@@ -105,6 +105,10 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     #: What the norm of gradients is raised by before the division that clips them, as by
     #: clip_grad_norm_: a number, or the option that has it.
     _grad_norm_eps: ClassVar[float | str] = EPSILON
+    #: The devices that have native kernels of the class; None if all do for which there are any.
+    _native_devices: ClassVar[tuple[str, ...] | None] = None
+    #: False if no native step takes a part of a weight that other processes have other parts of.
+    _steps_shards_natively: ClassVar[bool] = True
     #: False if all gradients have to be sparse.
     _takes_dense: ClassVar[bool] = True
     #: True if dictionaries may hold a step count for a whole group.
@@ -264,7 +268,10 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     def _warn_of_codes(self, group: dict[str, Any], kind: str) -> None:
         """Warns, once for each class, of a new group whose states do not do well in codes."""
         if kind == "int4" and not self._learns_in_int4:
-            warn_of_int4(type(self).__name__)
+            warn_of_codes(type(self).__name__, OF_INT4)
+        for name, option in self._option_kinds.items():
+            if option.against_codes and group.get(name):
+                warn_of_codes(type(self).__name__, option.against_codes)
 
     def _check_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
         """Raises if a state of a composite group's weights is not as the step needs it."""

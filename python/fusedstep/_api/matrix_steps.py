@@ -7,7 +7,6 @@ have the other rule beside them, as their base.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -29,7 +28,6 @@ from fusedstep._matrix.muon_groups import (
     why_no_matrix,
 )
 from fusedstep._matrix.newton_schulz import coefficients_of
-from fusedstep._options.shared import own_option
 from fusedstep._sharding.dtensor import local
 from fusedstep._sharding.exchange import cut_of, is_gathered, step_whole
 from fusedstep._state.checks import name_of
@@ -37,7 +35,6 @@ from fusedstep._step.factors import Factors
 from fusedstep._step.plan import Work
 from fusedstep._step.program import Pass
 from fusedstep._step.sums import of_each
-from fusedstep._step.support import why_not_native
 
 
 class MuonSteps(MatrixBatches):
@@ -102,14 +99,6 @@ class MuonSteps(MatrixBatches):
 
     def _exact_options(self, group: dict[str, Any]) -> dict[str, Any]:
         return {"ns_dtype": torch.float64} if uses_muon(group) else {}
-
-    def _is_native(
-        self, group: dict[str, Any], weights: list[Tensor], grads: Sequence[Tensor] = ()
-    ) -> bool:
-        on_meta = [p for p in weights if p.is_meta]
-        if on_meta and uses_muon(group) and own_option(group, "fused"):
-            raise RuntimeError(why_not_native(on_meta))
-        return super()._is_native(group, weights, grads)
 
     # Weight by weight
 

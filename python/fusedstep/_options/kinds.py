@@ -39,6 +39,8 @@ class Option:
         fills_sides: whether the sides of weights have to be a multiple of the option, or no less.
         moot_elsewhere: whether no value asks a class without the option for another formula: the
             option says how a step runs, or is of a factor that such a class has not.
+        against_codes: why states do badly in codes where the option is set, behind the words "the
+            class with": a warning; no text where they do not.
     """
 
     before: Any = NOTHING
@@ -46,6 +48,7 @@ class Option:
     always_saved: bool = False
     fills_sides: bool = False
     moot_elsewhere: bool = False
+    against_codes: str = ""
 
     def checked(self, name: str, value: Any, tensors: bool) -> Any:
         """Returns the value that a constructor takes; raises if the value is out of range.

@@ -39,25 +39,17 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CODES = (torch.uint8, torch.float8_e4m3fn)
 
 
-@functools.cache
-def warn_of_int4(name: str) -> None:
-    """Says once in a process, for each class, that trainings with int4 states fall behind."""
-    text = (
-        f"{name} with state_dtype='int4' trained worse than with float32 states: a moment that "
-        "changes little in a step rounds back to its code. 'int8' did not (docs/small_states.md)."
-    )
-    warnings.warn(text, stacklevel=2)
+#: Why states do badly in int4 codes.
+OF_INT4 = (
+    "state_dtype='int4' trained worse than with float32 states: a moment that changes little in a "
+    "step rounds back to its code. 'int8' did not (docs/small_states.md)."
+)
 
 
 @functools.cache
-def warn_of_centered(name: str) -> None:
-    """Says once in a process, for each class, that a centered step divides by a difference."""
-    text = (
-        f"{name} with centered=True and states in codes moves weights too far: it divides by the "
-        "root of a difference of two states, which is zero where their codes are nearly equal. "
-        "Use float32 states (docs/small_states.md)."
-    )
-    warnings.warn(text, stacklevel=2)
+def warn_of_codes(name: str, why: str) -> None:
+    """Warns of states in codes, once in a process for each class and reason."""
+    warnings.warn(f"{name} with {why}", stacklevel=2)
 
 
 def absmax_of(name: str) -> str:

@@ -58,16 +58,25 @@ class BindsGroups(Owner):
         """Returns whether native kernels update these weights; raises if they must but cannot."""
         for p in weights:
             storage.way_of(group, p)  # raises where the value of none can be kept so
-        if not self._wants_native(group) or self._is_composite(group):
+        is_asked, is_composite = own_option(group, "fused"), self._is_composite(group)
+        if not self._wants_native(group) or is_composite:
+            on_meta = [p for p in weights if p.is_meta]
+            if on_meta and is_asked and is_composite:
+                raise RuntimeError(why_not_native(on_meta))
             return False
         reason = self._why_not_native(weights, grads)
-        if reason and own_option(group, "fused"):
+        if reason and is_asked:
             raise RuntimeError(reason)
         return reason is None
 
     def _why_not_native(self, weights: list[Tensor], grads: Iterable[Tensor] = ()) -> str | None:
+        devices = self._native_devices
+        for weight in weights:
+            if devices is not None and weight.device.type not in devices:
+                return f"{type(self).__name__} has no native kernels on {weight.device.type}"
         states = self._accessed_states(weights)
-        return why_not_native(weights, grads, states)
+        needs_whole = not self._steps_shards_natively
+        return why_not_native(weights, grads, states, needs_whole=needs_whole)
 
     def _forget_plans(self) -> None:
         self._plans: dict[_Place, Plan] = {}

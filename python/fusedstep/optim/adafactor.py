@@ -48,7 +48,7 @@ from fusedstep._state.counts import count_steps
 from fusedstep._state.kinds import COUNT, States, plain
 from fusedstep._state.storage import way_of
 from fusedstep._step.factors import Factors
-from fusedstep._step.plan import Plan, Work
+from fusedstep._step.plan import Work
 from fusedstep._step.program import Pass
 from fusedstep._step.sums import place_of
 from fusedstep._step.support import why_not_native
@@ -244,12 +244,6 @@ class Adafactor(FusedOptimizer):
             not isinstance(count, Tensor) or count.is_cpu for count in counts
         )
 
-    def _plan_at(
-        self, place: tuple[int, ...], group: dict[str, Any], weights: list[Tensor]
-    ) -> Plan | None:
-        is_seen = torch._C._len_torch_dispatch_stack() > 0  # by a mode, operator by operator
-        return None if is_seen else super()._plan_at(place, group, weights)
-
     def _bind(
         self,
         place: tuple[int, ...],
@@ -257,6 +251,9 @@ class Adafactor(FusedOptimizer):
         weights: list[Tensor],
         grads: list[Tensor],
     ) -> Work:
+        if torch._C._len_torch_dispatch_stack():  # a mode sees operators, and would see no plan
+            self._plans.pop(place, None)
+            self._aside.take(weights)
         try:
             return super()._bind(place, group, weights, grads)
         except RuntimeError:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -21,13 +20,12 @@ from fusedstep._options.kinds import (
     check_pair,
     floats,
 )
-from fusedstep._options.shared import SHARED, own_option
+from fusedstep._options.shared import SHARED
 from fusedstep._sharding.dtensor import is_dtensor, local
 from fusedstep._state.checks import name_of
 from fusedstep._state.kinds import COUNT, States, plain
 from fusedstep._step.factors import Factors
 from fusedstep._step.plan import Work
-from fusedstep._step.support import why_not_native
 from fusedstep._step.undo import numbers_first
 
 __all__ = ["CAME"]
@@ -163,14 +161,6 @@ class CAME(FusedOptimizer):
 
     def _is_composite(self, group: dict[str, Any]) -> bool:
         return True
-
-    def _is_native(
-        self, group: dict[str, Any], weights: list[Tensor], grads: Sequence[Tensor] = ()
-    ) -> bool:
-        on_meta = [p for p in weights if p.is_meta]
-        if on_meta and own_option(group, "fused"):
-            raise RuntimeError(why_not_native(on_meta))
-        return super()._is_native(group, weights, grads)
 
     def _composite_steps(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]

@@ -12,7 +12,6 @@ from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.functional import by_torch
 from fusedstep._options.kinds import Flag, Number, Options
 from fusedstep._options.shared import CAPTURABLE, EPSILON, OF_TORCH
-from fusedstep._state.codes import warn_of_centered
 from fusedstep._state.kinds import COUNT, States, plain
 from fusedstep._step.undo import numbers_first
 
@@ -68,7 +67,12 @@ class RMSprop(FusedOptimizer):
         "eps": EPSILON,
         "weight_decay": Number(),
         "momentum": Number(before=0),
-        "centered": Flag(before=False),
+        "centered": Flag(
+            before=False,
+            against_codes="centered=True and states in codes moves weights too far: it divides by "
+            "the root of a difference of two states, which is zero where their codes are nearly "
+            "equal. Use float32 states (docs/small_states.md).",
+        ),
     }
     _formula = by_torch(rmsprop, "square_avg", "grad_avg", "momentum_buffer", "step")
 
@@ -99,11 +103,6 @@ class RMSprop(FusedOptimizer):
     @classmethod
     def _state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
         return tuple(compress(cls._states, (True, group["momentum"] > 0, group["centered"])))
-
-    def _warn_of_codes(self, group: dict[str, Any], kind: str) -> None:
-        super()._warn_of_codes(group, kind)
-        if group["centered"]:
-            warn_of_centered(type(self).__name__)
 
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]

@@ -13,7 +13,6 @@ from fusedstep._options.shared import EPSILON, SHARED
 from fusedstep._sharding.dtensor import is_dtensor
 from fusedstep._state.checks import name_of
 from fusedstep._state.kinds import COUNT, State, States
-from fusedstep._step.support import why_not_native
 
 __all__ = ["RowWiseAdagrad"]
 
@@ -68,6 +67,8 @@ class RowWiseAdagrad(FusedOptimizer):
     """
 
     _rule = "rowwise_adagrad"
+    _native_devices = ("cpu",)
+    _steps_shards_natively = False
     _state_kinds: ClassVar[States] = {
         "sum": State(start="initial_accumulator_value"),
         **COUNT,
@@ -126,12 +127,6 @@ class RowWiseAdagrad(FusedOptimizer):
 
     def _sparse_error(self, group: dict[str, Any]) -> str | None:
         return None
-
-    def _why_not_native(self, weights: list[Tensor], grads: Iterable[Tensor] = ()) -> str | None:
-        for weight in weights:
-            if weight.device.type != "cpu":
-                return f"RowWiseAdagrad has no native kernels on {weight.device.type}"
-        return why_not_native(weights, grads, self._accessed_states(weights), needs_whole=True)
 
     def _launches(
         self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]

@@ -58,6 +58,7 @@ class SparseAdam(FusedOptimizer):
     """
 
     _rule = Adam._rule
+    _native_devices = ("cpu",)
     _rule_constants: ClassVar[dict[str, Any]] = Adam._rule_constants | {
         "amsgrad": False,
         "decoupled_weight_decay": True,
@@ -101,12 +102,6 @@ class SparseAdam(FusedOptimizer):
 
     def _sparse_error(self, group: dict[str, Any]) -> str | None:
         return None
-
-    def _why_not_native(self, weights: list[Tensor], grads: Iterable[Tensor] = ()) -> str | None:
-        for weight in weights:
-            if weight.device.type != "cpu":
-                return f"SparseAdam has no native kernels on {weight.device.type}"
-        return super()._why_not_native(weights, grads)
 
     def _launches(
         self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]

@@ -23,7 +23,7 @@ CLASSES = [cls for cls in classes if takes_int4(cls)]
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_a_constructor_warns_once_where_int4_falls_behind(cls):
-    codes.warn_of_int4.cache_clear()
+    codes.warn_of_codes.cache_clear()
     for of_all, of_group in ({"state_dtype": "int4"}, {}), ({}, {"state_dtype": "int4"}), ({}, {}):
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")

@@ -15,7 +15,7 @@ from torch import nn
 
 import fusedstep
 from fusedstep import optim
-from fusedstep._state.codes import storage_index, warn_of_centered
+from fusedstep._state.codes import storage_index, warn_of_codes
 from reference.codes import MAPS, NOT_NEGATIVE, rounded
 from support.cases import CASES
 from support.cuda_device import needs_cuda
@@ -144,7 +144,7 @@ CENTERED = (
 
 @pytest.mark.parametrize(("of_all", "of_group", "warns"), CENTERED)
 def test_a_centered_step_in_codes_is_warned_of_once(of_all, of_group, warns):
-    warn_of_centered.cache_clear()
+    warn_of_codes.cache_clear()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for _ in range(2):
