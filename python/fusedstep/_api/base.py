@@ -109,6 +109,10 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     _native_devices: ClassVar[tuple[str, ...] | None] = None
     #: False if no native step takes a part of a weight that other processes have other parts of.
     _steps_shards_natively: ClassVar[bool] = True
+    #: The error for a sparse gradient, with the name of the class; None where a step updates the
+    #: rows of the gradient, if these options are 0.
+    _against_sparse: ClassVar[str | None] = "{name} does not support sparse gradients"
+    _zero_with_sparse: ClassVar[tuple[str, ...]] = ()
     #: False if all gradients have to be sparse.
     _takes_dense: ClassVar[bool] = True
     #: True if dictionaries may hold a step count for a whole group.
@@ -239,7 +243,11 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
 
     def _sparse_error(self, group: dict[str, Any]) -> str | None:
         """Text of the error for a sparse gradient; None where only its rows are updated."""
-        return f"{type(self).__name__} does not support sparse gradients"
+        for name in self._zero_with_sparse:
+            if group[name] != 0:
+                return f"{name} option is not compatible with sparse gradients"
+        text = self._against_sparse
+        return None if text is None else text.format(name=type(self).__name__)
 
     def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
         """The hyper-parameters of the native rule by its names for them, and others."""

@@ -52,6 +52,8 @@ class Adagrad(FusedOptimizer):
     """
 
     _rule = "adagrad"
+    _against_sparse = None
+    _zero_with_sparse = ("weight_decay",)
     _state_kinds: ClassVar[States] = {
         "sum": State(start="initial_accumulator_value"),
         **COUNT,
@@ -104,11 +106,6 @@ class Adagrad(FusedOptimizer):
         has_complex = super()._init_group(group, *lists)
         _, grads, *_ = lists
         return any(grad.is_sparse for grad in grads), has_complex
-
-    def _sparse_error(self, group: dict[str, Any]) -> str | None:
-        if group["weight_decay"] != 0:
-            return "weight_decay option is not compatible with sparse gradients"
-        return None
 
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]

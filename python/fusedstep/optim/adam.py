@@ -48,6 +48,7 @@ class Adam(FusedOptimizer):
     """
 
     _rule = "adam"
+    _against_sparse = "Adam does not support sparse gradients, please consider SparseAdam instead"
     _rule_constants: ClassVar[dict[str, Any]] = {
         "eps_before_bias": False,
         "correct_bias": True,
@@ -92,9 +93,6 @@ class Adam(FusedOptimizer):
         skip_nonfinite: bool = False,
     ) -> None:
         super().__init__(params, locals())
-
-    def _sparse_error(self, group: dict[str, Any]) -> str | None:
-        return "Adam does not support sparse gradients, please consider SparseAdam instead"
 
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]

@@ -67,6 +67,7 @@ class RowWiseAdagrad(FusedOptimizer):
     """
 
     _rule = "rowwise_adagrad"
+    _against_sparse = None
     _native_devices = ("cpu",)
     _steps_shards_natively = False
     _state_kinds: ClassVar[States] = {
@@ -124,9 +125,6 @@ class RowWiseAdagrad(FusedOptimizer):
                 raise ValueError(
                     f"RowWiseAdagrad does not support {kind} parameters: {name} is one"
                 )
-
-    def _sparse_error(self, group: dict[str, Any]) -> str | None:
-        return None
 
     def _launches(
         self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]

@@ -49,6 +49,8 @@ class SGD(FusedOptimizer):
     """
 
     _rule = "sgd"
+    _against_sparse = None
+    _zero_with_sparse = ("momentum", "weight_decay")
     _state_kinds: ClassVar[States] = {"momentum_buffer": State(needs="momentum")}
     _allocates_first = True
     _option_kinds: ClassVar[Options] = {
@@ -85,12 +87,6 @@ class SGD(FusedOptimizer):
         super()._check(options)
         if options["nesterov"] and (options["momentum"] <= 0 or options["dampening"] != 0):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
-
-    def _sparse_error(self, group: dict[str, Any]) -> str | None:
-        for name in ("momentum", "weight_decay"):
-            if group[name] != 0:
-                return f"{name} option is not compatible with sparse gradients"
-        return None
 
     def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
         """As torch's: None for a buffer that is missing, and whether there is a sparse gradient."""

@@ -58,6 +58,7 @@ class SparseAdam(FusedOptimizer):
     """
 
     _rule = Adam._rule
+    _against_sparse = None
     _native_devices = ("cpu",)
     _rule_constants: ClassVar[dict[str, Any]] = Adam._rule_constants | {
         "amsgrad": False,
@@ -99,9 +100,6 @@ class SparseAdam(FusedOptimizer):
                 self.param_groups.pop()
                 kind = "sparse" if weight.is_sparse else "complex"
                 raise ValueError(f"SparseAdam does not support {kind} parameters: {name} is one")
-
-    def _sparse_error(self, group: dict[str, Any]) -> str | None:
-        return None
 
     def _launches(
         self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
