@@ -718,7 +718,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
                 if not (group.get("differentiable") or group.get("capturable")):
                     # Else autograd and graphs follow them.
                     check_floats(self._option_kinds, group, self.defaults)
-                if is_fixed(group, but_for=Tensor):
+                if is_fixed(group, but_for="lr"):
                     self._passed[id(group["params"])] = _items_of(group)
                 return ()
             lr = plan.set_device_inputs(group["lr"], factors) if plan.is_on_device else None

@@ -106,11 +106,11 @@ def last_step(
     return record
 
 
-def is_fixed(group: dict[str, Any], *, but_for: tuple[type, ...] | type = ()) -> bool:
-    """Returns whether no option of a group can change in place, but for those of some types."""
+def is_fixed(group: dict[str, Any], *, but_for: str = "") -> bool:
+    """Returns whether no option of a group can change in place, but for the one of this name."""
     return isinstance(group["params"], list) and all(
-        name == "params"
-        or isinstance(value, (*_IMMUTABLE, but_for))
+        name in ("params", but_for)
+        or isinstance(value, _IMMUTABLE)
         or (isinstance(value, tuple) and all(isinstance(part, _IMMUTABLE) for part in value))
         for name, value in group.items()
     )
