@@ -77,7 +77,8 @@ MODELS = {
         lambda: of_transformers("Phi3ForCausalLM", "Phi3Config", pad_token_id=0, **LLAMA),
         {"matrix": 4, "fused qkv": 2, "fused gate": 2, "embedding": 1, "head": 1, "norm": 5},
         {("split_heads", 2): 2},
-        "guessed by the 32 inputs of o_proj: q, k, v of 32, 16 and 16 rows are one matrix",
+        "guessed by the 32 inputs of o_proj: q, k, v of 32, 16 and 16 rows are one matrix, "
+        "and three with split_sizes=(32, 16, 16)",
     ),
     "Mixtral": (
         lambda: of_transformers(

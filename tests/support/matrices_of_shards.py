@@ -43,6 +43,12 @@ ROWS = {
     "heads": ([(24, 8), (15, 8)], Shard(0), {"split_heads": 3}),
     "columns of heads": ([(24, 8)], Shard(1), {"split_heads": 3}),
     "heads of a stack": ([(3, 12, 8)], Shard(1), {"split_heads": 2}),
+    "parts": ([(24, 8), (24, 30)], Shard(0), {"split_sizes": (14, 6, 4)}),
+    "columns of parts": ([(24, 8), (24, 5)], Shard(1), {"split_sizes": (14, 6, 4)}),
+    "parts of a stack": ([(3, 12, 8), (1, 12, 8)], Shard(1), {"split_sizes": (8, 2, 2)}),
+    "stacks of parts": ([(3, 12, 8), (1, 12, 8)], Shard(0), {"split_sizes": (8, 2, 2)}),
+    "heads of parts": ([(24, 8)], Shard(0), {"split_sizes": (12, 12), "split_heads": 3}),
+    "parts of filters": ([(6, 3, 2, 2)], Shard(0), {"split_sizes": [4, 1, 1]}),
     "copies": ([(24, 8), (3, 8, 12)], Replicate(), {}),
 }
 
@@ -159,7 +165,10 @@ def the_same_products_give_the_same_bits(here):
 
 
 def products_of_few_bits_are_within_their_errors(here):
-    rows = [ROWS[name] for name in ("rows", "columns", "heads", "a row more for the first process")]
+    rows = [
+        ROWS[name]
+        for name in ("rows", "columns", "heads", "parts", "a row more for the first process")
+    ]
     for products, bound in ((torch.float32, 1e-5), (torch.bfloat16, 3e-3)):
         found = Subjects(here, rows, torch.float32, ns_dtype=products, weight_decay=0.0)
         found.step((0,)).assert_alike(f"{products}", rtol=0, atol=bound)
@@ -248,6 +257,9 @@ def musgd_is_stepped_as_the_whole(here):
         if not own
     ]
     rows += [([(9, 4), (5,)], Shard(0), {})]
+    for place in (0, 1):
+        own = {"use_muon": True, "split_sizes": (14, 6, 4)}
+        rows += [([(24, 8), (24, 2, 3, 5)], Shard(place), own)]
     usual = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.3, "muon": 0.2, "sgd": 1.0}
     bounds = {"rtol": 1e-11, "atol": 1e-12}
     bounds |= {"averages": dict(bounds)}  # those of SGD have the decay of what products moved

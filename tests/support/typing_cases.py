@@ -43,7 +43,9 @@ def classes() -> list[optim.FusedOptimizer]:
         optim.GaLoreAdamW(low_rank, svd="exact", update_proj_gap=50, stagger=True),
         optim.Lamb(parameters, variant="apex", min_ratio=0.1),
         optim.Lion(parameters, state_dtype=torch.float32),
-        optim.Muon(matrices, ns_steps=3, split_heads=1, adjust_lr_fn="original"),
+        optim.Muon(
+            matrices, ns_steps=3, split_heads=1, split_sizes=(2, 1), adjust_lr_fn="original"
+        ),
         optim.MuSGD(matrices, 0.01, 0.9, use_muon=True, muon=0.2, ns_dtype=torch.bfloat16),
         optim.NAdam(parameters, momentum_decay=4e-3),
         optim.RAdam(parameters, decoupled_weight_decay=True),

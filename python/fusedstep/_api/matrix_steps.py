@@ -19,9 +19,9 @@ from fusedstep._matrix.muon_groups import (
     check_muon_options,
     form_of,
     keeps_range,
-    matrices_of,
     norm_dtype,
     ns_dtype_of,
+    parts_of,
     rows_shape,
     to_divisors,
     uses_muon,
@@ -140,32 +140,51 @@ class MuonSteps(MatrixBatches):
         state["momentum_buffer"] = average
         update = grad.lerp(average, momentum) if group["nesterov"] else average
 
-        shape = matrices_of(group, weight)
-        steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
-        orthogonal = torch.empty_like(update, memory_format=torch.contiguous_format).view(shape)
-        with torch._C._DisableAutocast():  # it would round the products
-            narrow = ns_dtype_of(group, weight.device)
-            for place, matrix in enumerate(update.reshape(shape)):
-                x = matrix.to(narrow) if keeps_range(narrow) else matrix
-                x = x.T if shape[1] > shape[2] else x
-                x = (x / to_divisors(group, x.norm(dtype=norm_dtype(x)))).to(narrow)
-                for a, b, c in steps:
-                    gram = x @ x.T
-                    x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-                orthogonal[place].copy_(x.T if shape[1] > shape[2] else x)
+        parts = parts_of(group, weight)
+        orthogonal = torch.empty_like(update, memory_format=torch.contiguous_format)
         if group.get("normuon"):
-            moments = state["second_momentum_buffer"]
-            mean = torch.mean if orthogonal.numel() else torch.sum  # none without elements
-            means, beta2 = mean(orthogonal.square(), -1, keepdim=True), beta2_of(group)
-            averages = moments.view(means.shape).lerp(means, 1 - beta2)
-            state["second_momentum_buffer"] = averages.view(moments.shape)
-            norm = orthogonal.norm(dim=(1, 2), keepdim=True)
-            orthogonal /= averages.sqrt() + 1e-10
-            orthogonal *= norm / (orthogonal.norm(dim=(1, 2), keepdim=True) + 1e-10)
-        orthogonal = orthogonal.view(weight.shape)
+            state["second_momentum_buffer"] = state["second_momentum_buffer"].clone()
+        for part in parts:
+            x = _iterated(group, part.of(update).reshape(part.form))
+            if group.get("normuon"):
+                _normalize_rows(x, part.of(state["second_momentum_buffer"]), beta2_of(group))
+            part.of(orthogonal).copy_(x.view(part.shape))
 
         decay = lr * group["weight_decay"]
         if group.get("cautious_decay"):
             decay = decay * (orthogonal * weight >= 0).to(weight.dtype)
-        ratio = self._ratio(group, weight.shape, shape[1:])
-        return weight * (1 - decay) - lr * ratio * orthogonal
+        for part in parts:
+            part.of(orthogonal).mul_(lr * self._ratio(group, part.matrix_shape))
+        return weight * (1 - decay) - orthogonal
+
+
+def _iterated(group: dict[str, Any], update: Tensor) -> Tensor:
+    """Iterates on updates [count, rows, columns], one by one; returns their dtype."""
+    orthogonal = torch.empty_like(update, memory_format=torch.contiguous_format)
+    steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
+    is_tall = update.shape[1] > update.shape[2]
+    with torch._C._DisableAutocast():  # it would round the products
+        narrow = ns_dtype_of(group, update.device)
+        for place, matrix in enumerate(update):
+            x = matrix.to(narrow) if keeps_range(narrow) else matrix
+            x = x.T if is_tall else x
+            x = (x / to_divisors(group, x.norm(dtype=norm_dtype(x)))).to(narrow)
+            for a, b, c in steps:
+                gram = x @ x.T
+                x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+            orthogonal[place].copy_(x.T if is_tall else x)
+    return orthogonal
+
+
+def _normalize_rows(x: Tensor, moments: Tensor, beta2: float) -> None:
+    """Gives the rows of matrices [count, rows, columns] one size, as NorMuon does, in place.
+
+    ``moments``, running averages of the mean squares of rows, are taken forward.
+    """
+    mean = torch.mean if x.numel() else torch.sum  # none without elements
+    means = mean(x.square(), -1, keepdim=True)
+    averages = moments.reshape(means.shape).lerp(means, 1 - beta2)
+    moments.copy_(averages.view(moments.shape))
+    norm = x.norm(dim=(1, 2), keepdim=True)
+    x /= averages.sqrt() + 1e-10
+    x *= norm / (x.norm(dim=(1, 2), keepdim=True) + 1e-10)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,12 +24,14 @@ from fusedstep._matrix.chained import (
     updates_dtype,
 )
 from fusedstep._matrix.muon_groups import (
+    Part,
     beta2_of,
     form_of,
+    is_split,
     keeps_range,
-    matrices_of,
     norm_dtype,
     ns_dtype_of,
+    parts_of,
     ratio_of,
     to_divisors,
 )
@@ -93,9 +96,9 @@ class MatrixBatches(ImperativeTwin):
 
     # Steps that a class may take otherwise
 
-    def _ratio(self, group: dict[str, Any], shape: Sequence[int], matrix: Shape) -> float:
-        """The factor of the learning rate for a matrix; ``shape``: of the weight that it is of."""
-        return ratio_of(group, (1, *matrix))
+    def _ratio(self, group: dict[str, Any], shape: Sequence[int]) -> float:
+        """The factor of the learning rate for a matrix: its rows, and all other dimensions."""
+        return ratio_of(group, shape[0], math.prod(shape[1:]))
 
     def _second_step(self, group: dict[str, Any], moving: list[Moving]) -> Callable[[], None]:
         """Prepares what steps weights once more when they have moved, and returns what takes it.
@@ -195,8 +198,9 @@ class MatrixBatches(ImperativeTwin):
             lists[-1].append(batch)
         chained = []
         for (device, _), some in ((key, some) for key, lists in alike.items() for some in lists):
-            shapes = [p.shape for batch in some for p in batch.weights]
-            forms = [batch.forms for batch in some]
+            shares = [share for batch in some for share in batch.shares]
+            shapes = [part.shape for share in shares for _, part in share.parts]
+            forms = [[part.form for _, part in share.parts] for share in shares]
             chained.append((some, ChainedBatches(shapes, forms, device)))
         return chained, others
 
@@ -207,15 +211,15 @@ class MatrixBatches(ImperativeTwin):
             bool(batch.moving)
             and _takes_batches_of(group, first.device, first.dtype)
             and not group.get("normuon")
-            and len({form[1:] for form in batch.forms}) == 1
-            and (first.is_cpu or fits_engine(*batch.forms[0][1:]))
+            and not batch.is_padded
+            and (first.is_cpu or all(fits_engine(*share.shape[1:]) for share in batch.shares))
         )
 
     def _takes_chain(
         self, group: dict[str, Any], batches: list[_Together], grads: list[Tensor]
     ) -> bool:
         """Returns whether the native engine and passes take these dtypes and layouts."""
-        weights = [p for batch in batches for p in batch.weights]
+        weights = _parts_of(batches, [p for batch in batches for p in batch.weights])
         averages = [each.average for batch in batches for each in batch.moving]
         some = [grads[i] for batch in batches for i in batch.places]
         device, dtype = weights[0].device, weights[0].dtype
@@ -237,7 +241,8 @@ class MatrixBatches(ImperativeTwin):
         ordered = _ascending(group, taken)
         known = [each for batch in batches for each in batch.moving]
         moving = self._begin(group, [each.weight for each in known], ordered, known)
-        values, first = [each.value for each in moving], moving[0].value
+        values = _parts_of(batches, [each.value for each in moving])
+        first = values[0]
         updates = updates_dtype(first.dtype, group.get("ns_dtype"))
         assert updates is not None
         steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
@@ -245,15 +250,16 @@ class MatrixBatches(ImperativeTwin):
         rooms = self._rooms(group, values, is_native=True)
         momentum = float(group["momentum"])
         lead = momentum if group["nesterov"] else 1.0
-        averages = [each.average for each in moving]
+        averages = _parts_of(batches, [each.average for each in moving])
+        ordered = _parts_of(batches, ordered)
         memory.update(averages, ordered, 1 - momentum, lead)
         directions = memory.orthogonalize(float(group["eps"]), bool(group.get("adds_eps")))
         take_second = self._second_step(group, moving)
         alike, begin = [], 0
         for batch in batches:
-            for shapes, indices in batch.alike.items():
-                alike.append((self._ratio(group, *shapes), [begin + index for index in indices]))
-            begin += len(batch.weights)
+            for shape, indices in batch.alike.items():
+                alike.append((self._ratio(group, shape), [begin + index for index in indices]))
+            begin += sum(len(share.parts) for share in batch.shares)
         if first.is_cpu:
             factors = _factors(group, alike, len(values))
             keep = 1 - float(group["lr"]) * float(group["weight_decay"])
@@ -265,14 +271,19 @@ class MatrixBatches(ImperativeTwin):
     def _new_batch(
         self, group: dict[str, Any], places: list[int], weights: list[Tensor]
     ) -> _Together:
-        forms = [matrices_of(group, local(p)) for p in weights]
-        alike: dict[tuple[torch.Size, Shape], list[int]] = {}
-        for index, (p, (_, rows, columns)) in enumerate(zip(weights, forms, strict=True)):
-            alike.setdefault((p.shape, (rows, columns)), []).append(index)
+        shares: dict[Shape | None, list[tuple[int, Part]]] = {}
+        for index, p in enumerate(weights):
+            for part in parts_of(group, local(p)):
+                # Whole weights of near shapes go through products together, with zeros.
+                key = None if part.is_whole else part.form[1:]
+                shares.setdefault(key, []).append((index, part))
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for index, (_, part) in enumerate(itertools.chain.from_iterable(shares.values())):
+            alike.setdefault(part.matrix_shape, []).append(index)
         moving = []
         if not any(map(functools.partial(self._has_copies, group), weights)):
             moving = self._begin(group, weights, weights)
-        return _Together(places, weights, forms, alike, moving)
+        return _Together(places, weights, list(map(_Share.made_of, shares.values())), alike, moving)
 
     def _has_copies(self, group: dict[str, Any], weight: Tensor) -> bool:
         """Returns whether a step works on something else than the weight and its states."""
@@ -286,13 +297,13 @@ class MatrixBatches(ImperativeTwin):
         self, group: dict[str, Any], weights: list[Tensor], places: list[int]
     ) -> Iterable[list[int]]:
         """Places of weights that are stepped together: of one dtype, of one shape or near ones."""
-        alike: dict[Any, dict[Shape, list[int]]] = {}
+        alike: dict[Any, dict[tuple[Shape, ...], list[int]]] = {}
         for place in places:
             p = weights[place]
             if (shard := local(p)).numel():
                 kind = p.device, p.dtype, self._store.has_wide(group, p)
-                shape = matrices_of(group, shard)[1:]
-                alike.setdefault(kind, {}).setdefault(shape, []).append(place)
+                shapes = tuple(part.form[1:] for part in parts_of(group, shard))
+                alike.setdefault(kind, {}).setdefault(shapes, []).append(place)
         for (device, dtype, _), by_shape in alike.items():
             some = [weights[place] for places in by_shape.values() for place in places]
             has_copies = any(map(functools.partial(self._has_copies, group), some))
@@ -300,11 +311,11 @@ class MatrixBatches(ImperativeTwin):
                 device.type == "cpu" and has_copies
             )
             at_once = (_most_together if is_chained else _most_at_once)(device)
-            for shapes in self._joined(group, device, weights, by_shape, is_chained):
-                together = [place for shape in shapes for place in by_shape[shape]]
+            for some_shapes in self._joined(group, device, weights, by_shape, is_chained):
+                together = [place for shapes in some_shapes for place in by_shape[shapes]]
                 first = local(weights[together[0]])
                 # Joined shapes are no more than that.
-                most = max(at_once // first.numel(), 1) if len(shapes) == 1 else len(together)
+                most = max(at_once // first.numel(), 1) if len(some_shapes) == 1 else len(together)
                 yield from (together[i : i + most] for i in range(0, len(together), most))
 
     def _joined(
@@ -312,28 +323,29 @@ class MatrixBatches(ImperativeTwin):
         group: dict[str, Any],
         device: torch.device,
         weights: list[Tensor],
-        by_shape: dict[Shape, list[int]],
+        by_shape: dict[tuple[Shape, ...], list[int]],
         is_chained: bool,
-    ) -> list[list[Shape]]:
+    ) -> list[list[tuple[Shape, ...]]]:
         """Shapes that go through products together, padded to the largest sides among them.
 
         ``is_chained``: whether the native engine takes shapes together as they are.
         """
-        is_alone = len(by_shape) == 1 or group.get("normuon") or group.get("split_heads", 1) > 1
+        is_alone = len(by_shape) == 1 or group.get("normuon") or is_split(group)
         if is_alone or is_chained:
-            return [[shape] for shape in by_shape]
+            return [[shapes] for shapes in by_shape]
         steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
         dtype = ns_dtype_of(group, device)
-        return joined(
+        found = joined(
             {
-                shape: sum(matrices_of(group, local(weights[i]))[0] for i in places)
-                for shape, places in by_shape.items()
+                shape: sum(parts_of(group, local(weights[i]))[0].form[0] for i in places)
+                for (shape,), places in by_shape.items()
             },
             _most_at_once(device),
             _CALLS.get(device.type, _CALLS_ELSEWHERE),
             lambda shape: newton_schulz_operations(shape, len(steps)),
             lambda shape: takes_gram_form(shape, dtype, steps),
         )
+        return [[(shape,) for shape in shapes] for shapes in found]
 
     def _part_size(self, item: Work) -> int:
         """That of a batch, if the group has batches."""
@@ -355,65 +367,72 @@ class MatrixBatches(ImperativeTwin):
     def _step_batch(self, group: dict[str, Any], batch: _Together, grads: list[Tensor]) -> None:
         """Steps weights of one dtype, of which this process has whole matrices of near shapes."""
         moving = self._begin(group, batch.weights, grads, batch.moving)
-        values, forms = [each.value for each in moving], batch.forms
+        shares = batch.shares
+        values = batch.parts([each.value for each in moving])
+        averages = batch.parts([each.average for each in moving])
+        grads = batch.parts([each.grad for each in moving])
         dtype, device = values[0].dtype, values[0].device
-        counts, rows, columns = zip(*forms, strict=True)
-        shape = sum(counts), max(rows), max(columns)
-        is_padded = len({form[1:] for form in forms}) > 1
-        averages = [each.average for each in moving]
-        is_native = not is_padded and are_taken(values, averages, grads)
-        narrow = ns_dtype_of(group, device)
-        if not (is_native and keeps_range(narrow) and has_pass(dtype, narrow)):
+        is_native = not batch.is_padded and are_taken(values, averages, grads)
+        products = ns_dtype_of(group, device)
+        narrow = products
+        if not (is_native and keeps_range(products) and has_pass(dtype, products)):
             narrow = dtype
-        update = self._scratch.take("update", shape, narrow, device)
-        if is_padded:
-            update.zero_()
+        updates = self._updates(shares, narrow, device)
+        if batch.is_padded:
+            updates[0].zero_()
 
-        is_plain = all(value.shape == shape[1:] for value in values)
-
-        def parts(of: Tensor) -> Sequence[Tensor]:
-            if is_plain:
-                return of.unbind()  # in one call: the host is what a GPU waits for
-            pieces = zip(of.split(counts), forms, values, strict=True)
-            return [x[:, : form[1], : form[2]].view(value.shape) for x, form, value in pieces]
+        def parts(of: list[Tensor]) -> Sequence[Tensor]:
+            if len(shares) == 1:
+                return shares[0].parts_in(of[0])
+            return [part for share, x in zip(shares, of, strict=True) for part in share.parts_in(x)]
 
         # On a CPU products may lack memory: nothing is written before they are there.
         is_last = device.type == "cpu" and not is_native
         momentum = float(group["momentum"])
         if is_native:
             lead = momentum if group["nesterov"] else 1.0
-            taken = [each.grad for each in moving]
-            average_into(averages, taken, parts(update), 1 - momentum, lead)
+            average_into(averages, grads, parts(updates), 1 - momentum, lead)
         else:
             if not is_last:
                 self._advance(group, moving)
-            for part, each in zip(parts(update), moving, strict=True):
-                average = each.average
+            for part, average, grad in zip(parts(updates), averages, grads, strict=True):
                 if is_last:
-                    average = torch.lerp(average, each.grad, 1 - momentum, out=part)
-                _write_update(group, each.grad, average, part)
-        x = self._orthogonal(group, update)
-        moves_along = is_native and has_pass(dtype, x.dtype) and not group.get("normuon")
-        if not (moves_along or x.dtype is dtype):
-            x = self._scratch.take("update", shape, dtype, device).copy_(x)
-        kept_moments, moments = [], None
+                    average = torch.lerp(average, grad, 1 - momentum, out=part)
+                _write_update(group, grad, average, part)
+        moves_along = is_native and has_pass(dtype, products) and not group.get("normuon")
+        stays = moves_along or products is dtype
+        to = updates if moves_along or narrow is dtype else self._updates(shares, dtype, device)
+        directions = []
+        for update, own in zip(updates, to, strict=True):
+            x = self._orthogonal(group, update)
+            directions.append(x if stays and len(shares) == 1 else own.copy_(x))
+        moments: list[tuple[Tensor, Tensor]] = []
         if group.get("normuon"):
-            kept_moments = [each.state["second_momentum_buffer"] for each in moving]
-            moments = torch.cat([each.view(-1, shape[1], 1) for each in kept_moments])
-            normalize_rows(x, moments, beta2_of(group))
-        directions = parts(x)
+            of_weights = [each.state["second_momentum_buffer"] for each in moving]
+            for share, x in zip(shares, directions, strict=True):
+                kept = share.of(of_weights)
+                new = torch.cat([each.reshape(-1, share.shape[1], 1) for each in kept])
+                normalize_rows(x, new, beta2_of(group))
+                moments += zip(kept, new.split(share.counts), strict=True)
         rooms = self._rooms(group, values, is_native)
         take_second = self._second_step(group, moving)
         if is_last:
             self._advance(group, moving)
-        new_moments = () if moments is None else moments.split(counts)
-        for kept, new in zip(kept_moments, new_moments, strict=True):
-            kept.copy_(new.view(kept.shape))
-        alike = [(self._ratio(group, *shapes), indices) for shapes, indices in batch.alike.items()]
-        self._move(group, values, directions, alike, rooms, is_native)
+        for old, new in moments:
+            old.copy_(new.view(old.shape))
+        alike = [(self._ratio(group, shape), indices) for shape, indices in batch.alike.items()]
+        self._move(group, values, parts(directions), alike, rooms, is_native)
         take_second()
         if not batch.moving:
             self._finish(group, moving)
+
+    def _updates(
+        self, shares: list[_Share], dtype: torch.dtype, device: torch.device
+    ) -> list[Tensor]:
+        """Memory for the matrices of each share."""
+        sizes = [math.prod(share.shape) for share in shares]
+        flat = self._scratch.take("update", (sum(sizes),), dtype, device)
+        return [x.view(share.shape) for share, x in zip(shares, flat.split(sizes), strict=True)]
 
     def _step_cut(
         self,
@@ -444,10 +463,7 @@ class MatrixBatches(ImperativeTwin):
             yield from exchange.gather()
             parts = yield from exchange.scatter(functools.partial(self._orthogonal, group))
             values = [batch.part_of_shard(x, by_place[x.weight].value) for x in batch.units]
-            alike = [
-                (self._ratio(group, forms[x.weight].shape, x.matrix), [index])
-                for index, x in enumerate(batch.units)
-            ]
+            alike = [(self._ratio(group, x.shape), [index]) for index, x in enumerate(batch.units)]
             take_second = self._second_step(group, moving)
             if values:
                 self._move(group, values, parts, alike, self._rooms(group, values))
@@ -592,17 +608,61 @@ class Moving(NamedTuple):
     grad: Tensor
 
 
+class _Share(NamedTuple):
+    """Matrices of a batch that go through the products at one go."""
+
+    parts: list[tuple[int, Part]]
+    """Places of weights in the batch, and their parts."""
+    counts: list[int]
+    """The number of the matrices of each part."""
+    shape: tuple[int, int, int]
+    """The number of all matrices, and the rows and columns that they have with zeros."""
+    is_padded: bool
+    is_plain: bool
+    """True if each part is one matrix, in its own shape."""
+
+    @classmethod
+    def made_of(cls, parts: list[tuple[int, Part]]) -> _Share:
+        counts, rows, columns = map(list, zip(*(part.form for _, part in parts), strict=True))
+        shape = sum(counts), max(rows), max(columns)
+        is_padded = any(part.form[1:] != shape[1:] for _, part in parts)
+        is_plain = all(part.shape == shape[1:] for _, part in parts)
+        return cls(parts, counts, shape, is_padded, is_plain)
+
+    def of(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The parts of tensors, one for each weight of the batch."""
+        return [part.of(tensors[index]) for index, part in self.parts]
+
+    def parts_in(self, x: Tensor) -> Sequence[Tensor]:
+        """Views of matrices ``x``, in the shapes of the parts."""
+        if self.is_plain:
+            return x.unbind()  # in one call: the host is what a GPU waits for
+        pieces = zip(x.split(self.counts), self.parts, strict=True)
+        return [
+            piece[:, : part.form[1], : part.form[2]].view(part.shape) for piece, (_, part) in pieces
+        ]
+
+
 class _Together(NamedTuple):
     """Weights of one dtype that are stepped together: this process has whole matrices of them."""
 
     places: list[int]
     """Their places in the list of the step."""
     weights: list[Tensor]
-    forms: list[tuple[int, int, int]]
-    alike: dict[tuple[torch.Size, Shape], list[int]]
-    """Shapes of weights and of their matrices, and which of the weights have them."""
+    shares: list[_Share]
+    """One of all whole weights, or one for each shape of the parts that weights are split into."""
+    alike: dict[tuple[int, ...], list[int]]
+    """Shapes of matrices, and which of the parts have them."""
     moving: list[Moving]
     """Their operands but for the gradients; empty where each step makes copies of some."""
+
+    @property
+    def is_padded(self) -> bool:
+        return self.shares[0].is_padded  # where weights are split, none is
+
+    def parts(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The parts of tensors, one for each weight, share by share."""
+        return [part for share in self.shares for part in share.of(tensors)]
 
 
 class _Known(NamedTuple):
@@ -619,6 +679,16 @@ class _Known(NamedTuple):
 def _ascending(group: dict[str, Any], grads: list[Tensor]) -> list[Tensor]:
     """The gradients of a step, negated where it maximizes."""
     return list(torch._foreach_neg(grads)) if group.get("maximize") else grads
+
+
+def _parts_of(batches: list[_Together], tensors: list[Tensor]) -> list[Tensor]:
+    """The parts of tensors, one for each weight of some batches, batch by batch."""
+    each = iter(tensors)
+    return [
+        part
+        for batch in batches
+        for part in batch.parts(list(itertools.islice(each, len(batch.weights))))
+    ]
 
 
 def _write_update(group: dict[str, Any], grad: Tensor, average: Tensor, out: Tensor) -> None:

@@ -17,7 +17,7 @@ from fusedstep._matrix.newton_schulz import Chain, Scratch, Step, has_engine
 from fusedstep._matrix.passes import average_into, normalize_into, take_sums, updates_into
 from fusedstep._step.plan import same
 
-#: The number of the matrices of a weight, and their rows and columns.
+#: The number of the matrices of a part of a weight, and their rows and columns.
 Form = tuple[int, int, int]
 
 #: Elements that go through the products of a GPU together at most: their two copies have 0.5 GB.
@@ -62,16 +62,16 @@ class ChainedBatches:
 
     def __init__(
         self,
-        shapes: Sequence[torch.Size],
+        shapes: Sequence[tuple[int, ...]],
         forms: Sequence[Sequence[Form]],
         device: torch.device,
     ) -> None:
-        """The weights of a batch, in order, have matrices of one number of rows and columns.
+        """The parts of a batch, in order, have matrices of one number of rows and columns.
 
-        ``shapes``: of the weights. ``forms``: the matrices of each weight, by batch.
+        ``shapes``: of parts of weights, or whole ones. ``forms``: the matrices of each, by batch.
         """
         self._shapes = shapes
-        self._sizes = [shape.numel() for shape in shapes]
+        self._sizes = [math.prod(shape) for shape in shapes]
         self._batches = [(sum(n for n, *_ in batch), *batch[0][1:]) for batch in forms]
         self._of = [index for index, batch in enumerate(forms) for _ in batch]
         self._device = device
@@ -120,7 +120,7 @@ class ChainedBatches:
         write(averages, grads, self._updates, share, lead)
 
     def orthogonalize(self, eps: float, adds_eps: bool) -> list[Tensor]:
-        """Iterates on the updates. Returns the result of each weight, in the weight's shape."""
+        """Iterates on the updates. Returns the result of each part, in the part's shape."""
         normalize_into(self._matrices, self._quotients, self._sums, eps, adds_eps)
         self._chain.run()
         return self._directions

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from fusedstep._matrix.newton_schulz import coefficients_of, usual_dtype
 from fusedstep._options.kinds import (
     Betas,
     Count,
+    Counts,
     Flag,
     Number,
     NumberTuple,
@@ -41,6 +43,7 @@ MUON: Options = {
     "adjust_lr_fn": Option(),
     "use_muon": Flag(unset=True),
     "split_heads": Count(unset=1, fills_sides=True),
+    "split_sizes": Counts(unset=None, fills_sides=True),
     "stacked": Flag(unset=None),
     "ns_dtype": Option(unset=None),
     "cautious_decay": Flag(unset=False),
@@ -85,12 +88,25 @@ def check_muon_options(options: dict[str, Any]) -> None:
     heads = options.get("split_heads", 1)
     if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
         raise ValueError(f"split_heads must be an int of at least 1, not {heads!r:.40}")
+    _check_sizes(options.get("split_sizes"), heads)
     check_kinds(MUON, {name: value for name, value in options.items() if name in _FLAGS})
     check_ranges(MUON, {name: options[name] for name in ("momentum", "weight_decay")}, tensors=True)
     beta2 = options.get("beta2", MUON_OWN["beta2"])
     check_number("beta2", beta2)
     if not 0 <= beta2 < 1:
         raise ValueError(f"Invalid beta2 value: {beta2}")
+
+
+def _check_sizes(sizes: Any, heads: int) -> None:
+    if sizes is None:
+        return
+    is_right = isinstance(sizes, (list, tuple)) and len(sizes) > 0
+    if not (is_right and all(type(each) is int and each > 0 for each in sizes)):
+        raise ValueError(
+            f"split_sizes must be None or a tuple of ints of at least 1, not {sizes!r:.60}"
+        )
+    if any(each % heads for each in sizes):
+        raise ValueError(f"split_heads={heads} does not divide each of split_sizes={sizes!r:.60}")
 
 
 def why_no_matrix(group: dict[str, Any], weight: Tensor, other: str) -> str | None:
@@ -108,8 +124,10 @@ def why_no_matrix(group: dict[str, Any], weight: Tensor, other: str) -> str | No
         return f"{reason}; use_muon=False has {other} step it"
     if group.get("normuon") and is_dtensor(weight):
         return "is a DTensor, of whose rows normuon=True keeps no moments"
-    heads = group.get("split_heads", 1)
+    heads, sizes = group.get("split_heads", 1), group.get("split_sizes")
     rows = weight.shape[-2] if _is_stacked(group, weight) else weight.shape[0]
+    if sizes and sum(sizes) != rows:
+        return f"has matrices of {rows} rows, of which split_sizes={sizes!r:.60} has {sum(sizes)}"
     if rows % heads:
         return f"has matrices of {rows} rows, which split_heads={heads} does not divide"
     return None
@@ -120,15 +138,42 @@ def _is_stacked(group: dict[str, Any], weight: Tensor) -> bool:
     return weight.ndim == 3 if asked is None else bool(asked)
 
 
-def matrices_of(group: dict[str, Any], weight: Tensor) -> tuple[int, int, int]:
-    """The number of the matrices of a weight, and their rows and columns."""
-    heads = group.get("split_heads", 1)
-    if _is_stacked(group, weight):
-        *stack, rows, columns = weight.shape
-    else:
-        stack, (rows, *rest) = [], weight.shape
-        columns = math.prod(rest)
-    return math.prod(stack) * heads, rows // heads, columns
+class Part(NamedTuple):
+    """Rows of a weight that are matrices of one shape, or rows of each matrix of a stack."""
+
+    shape: tuple[int, ...]
+    form: tuple[int, int, int]
+    """The number of the matrices, and the rows and columns of each."""
+    stack: int
+    """The number of leading dimensions that count matrices."""
+    first: int
+    """The first row."""
+    is_whole: bool
+    """True if the weight has no other part."""
+
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        """The rows of a matrix, and all other dimensions."""
+        return self.form[1], *self.shape[self.stack + 1 :]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part of a tensor that has the weight's rows."""
+        if self.is_whole:
+            return tensor
+        return tensor.narrow(self.stack, self.first, self.shape[self.stack])
+
+
+def parts_of(group: dict[str, Any], weight: Tensor) -> list[Part]:
+    """The matrices of a weight, those of one shape that lie one below the other in one part."""
+    shape, stack, blocks = form_of(group, weight)
+    rest, parts, first = shape[stack + 1 :], [], 0
+    for rows, alike in itertools.groupby(blocks):
+        count = len(list(alike))
+        form = math.prod(shape[:stack]) * count, rows, math.prod(rest)
+        own = *shape[:stack], count * rows, *rest
+        parts.append(Part(own, form, stack, first, count == len(blocks)))
+        first += count * rows
+    return parts
 
 
 def beta2_of(group: dict[str, Any]) -> float:
@@ -145,7 +190,14 @@ def rows_shape(group: dict[str, Any], weight: Tensor) -> torch.Size:
 def form_of(group: dict[str, Any], weight: Tensor) -> Form:
     """The matrices of a weight, as they lie in it."""
     stack = weight.ndim - 2 if _is_stacked(group, weight) else 0
-    return Form(tuple(weight.shape), stack, group.get("split_heads", 1))
+    heads, sizes = group.get("split_heads", 1), group.get("split_sizes") or (weight.shape[stack],)
+    blocks = tuple(size // heads for size in sizes for _ in range(heads))
+    return Form(tuple(weight.shape), stack, blocks)
+
+
+def is_split(group: dict[str, Any]) -> bool:
+    """Returns whether the matrices of a group's weights are split into others."""
+    return group.get("split_heads", 1) > 1 or bool(group.get("split_sizes"))
 
 
 def ns_dtype_of(group: dict[str, Any], device: torch.device) -> torch.dtype:
@@ -169,9 +221,8 @@ def to_divisors(group: dict[str, Any], norms: Tensor) -> Tensor:
     return norms.add_(eps) if group.get("adds_eps") else norms.clamp_(min=eps)
 
 
-def ratio_of(group: dict[str, Any], shape: tuple[int, int, int]) -> float:
+def ratio_of(group: dict[str, Any], rows: int, columns: int) -> float:
     """The factor of the learning rate for matrices of this shape."""
-    _, rows, columns = shape
     if group["adjust_lr_fn"] == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     least = 0 if group["adjust_lr_fn"] == "spectral_unclamped" else 1

@@ -98,7 +98,7 @@ def made_by_owners(
     gathers: list[Pass] = []
     memory = Scratch()
     for (cut, *_), places in alike.items():
-        forms = [Form(tuple(grads[i].shape), 0, 1) for i in places]
+        forms = [Form(tuple(grads[i].shape), 0, (grads[i].shape[0],)) for i in places]
         for batch in batches_over(cut, forms, _AT_ONCE):
             owners |= {places[weight]: owner for weight, owner in batch.owners.items()}
             some = [(i, grads[i]) for i in places]

@@ -264,6 +264,8 @@ class _Judge:
             other = (outputs - width) // 2
             rows = f"{width}, {other} and {other} rows"
             layout = f"guessed by the {width} inputs of {after}: q, k, v of {rows} are one matrix"
+            if not in_columns:
+                layout += f", and three with split_sizes={width, other, other}"
             return _Found("fused qkv", layout=layout)
         return _Found(
             "fused qkv",

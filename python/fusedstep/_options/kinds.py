@@ -36,7 +36,8 @@ class Option:
             loaded. ``NOTHING`` where every group has the option.
         always_saved: whether all dictionaries of the optimizer have the option, but for one that
             is ``before`` or ``unset``.
-        fills_sides: whether the sides of weights have to be a multiple of the option, or no less.
+        fills_sides: whether the sides of weights have to be a multiple of the option, or of the sum
+            of several, or no less.
         moot_elsewhere: whether no value asks a class without the option for another formula: the
             option says how a step runs, or is of a factor that such a class has not.
         against_codes: why states do badly in codes where the option is set, behind the words "the
@@ -216,6 +217,19 @@ class NumberTuple(Option):
         if isinstance(value, str):
             return self.count is not None
         return isinstance(value, (list, tuple)) and str in map(type, value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts(NumberTuple):
+    """Several whole numbers of something, which no operation on a tensor takes; None for none."""
+
+    count: int | None = None
+
+    def is_usual(self, value: Any, half: bool) -> bool:
+        return True
+
+    def has_text(self, value: Any) -> bool:
+        return isinstance(value, str) or super().has_text(value)
 
 
 @dataclass(frozen=True, kw_only=True)

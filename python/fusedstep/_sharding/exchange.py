@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from itertools import groupby, product
+from itertools import accumulate, groupby, product
 from typing import Any, NamedTuple
 
 import torch
@@ -40,8 +40,8 @@ class Form(NamedTuple):
     shape: tuple[int, ...]
     stack: int
     """The number of leading dimensions that count matrices."""
-    blocks: int
-    """Each of the stack is of so many matrices, one below the other."""
+    blocks: tuple[int, ...]
+    """The rows of each matrix of those that lie one below the other, in each of the stack."""
 
 
 def cut_of(weight: Tensor) -> Cut | None:
@@ -201,7 +201,7 @@ def batches_of(
     """
     units = [_units(place, form, dim, order) for place, form in enumerate(forms)]
     # The longest first, and those of one shape together.
-    places = sorted(range(len(forms)), key=lambda place: -_cost(units[place][0]))
+    places = sorted(range(len(forms)), key=lambda place: -max(map(_cost, units[place])))
     loads, batches, size = [0] * len(order), [], 0
     batch: list[Unit] = []
     begins = {
@@ -228,12 +228,11 @@ def _cost(unit: Unit) -> int:
 
 
 def _units(place: int, form: Form, dim: int, order: tuple[int, ...]) -> list[Unit]:
-    *_, extent = form.shape[: form.stack + 1]
-    rows, rest = extent // form.blocks, form.shape[form.stack + 1 :]
+    rest = form.shape[form.stack + 1 :]
     chunks = [_chunk(form.shape[dim], len(order), number) for number in order]
     found = []
     for index in product(*map(range, form.shape[: form.stack])):
-        for first in range(0, extent, rows):
+        for first, rows in zip(accumulate(form.blocks, initial=0), form.blocks, strict=False):
             parts = chunks
             if dim == form.stack:
                 ends = [(max(b, first), min(b + n, first + rows)) for b, n in chunks]

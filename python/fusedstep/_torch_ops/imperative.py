@@ -68,6 +68,7 @@ class ImperativeTwin(BindsGroups):
         kept = {weight: self._store.plain_parts(group, weight) for weight, _ in pairs}
         # The sides of matrices have to be divided by the heads, and are no less than a rank.
         sides = [group.get(name) for name, kind in self._option_kinds.items() if kind.fills_sides]
+        sides = [sum(each) if isinstance(each, (list, tuple)) else each for each in sides]
         side = max([1, *(each for each in sides if isinstance(each, int))])
         stand_ins, state = made_stand_ins(pairs, side, kept)
         # Made as unpickling makes one: constructors of subclasses may take anything.

@@ -70,6 +70,10 @@ class Muon(MuonSteps, Adam):
         split_heads (int, optional): number of equal blocks of rows that are orthogonalised
             separately: 3 for the weight of a layer that computes query, key and value, not the
             number of heads (default: 1)
+        split_sizes (tuple[int, ...], optional): numbers of rows that are orthogonalised separately,
+            each with a norm and a factor of its own: those of query, key and value in one weight,
+            as (4096, 1024, 1024) of grouped queries. Their sum is the number of the matrix's rows.
+            With ``split_heads`` each of these parts has so many equal blocks (default: None)
         stacked (bool, optional): True takes the last two dimensions for those of a matrix, False
             flattens all but the first; None is True for weights of three dimensions alone
             (default: None)
@@ -92,9 +96,9 @@ class Muon(MuonSteps, Adam):
 
     Raises:
         ValueError: if a hyper-parameter is out of range, ``params`` is empty, or a group of Muon
-            has a weight of fewer than two dimensions, one that is complex, one whose first
-            dimension ``split_heads`` does not divide, or a DTensor that is no shard along one
-            dimension of a mesh.
+            has a weight of fewer than two dimensions, one that is complex, one whose rows
+            ``split_heads`` does not divide or ``split_sizes`` does not add up to, or a DTensor that
+            is no shard along one dimension of a mesh.
         RuntimeError: at :meth:`step`, before anything is changed, for sparse gradients, weights
             that overlap themselves in memory, and shards with a gradient in some processes only.
 
@@ -145,6 +149,7 @@ class Muon(MuonSteps, Adam):
         *,
         use_muon: bool = True,
         split_heads: int = 1,
+        split_sizes: tuple[int, ...] | None = None,
         stacked: bool | None = None,
         ns_dtype: torch.dtype | None = None,
         cautious_decay: bool = False,

@@ -13,9 +13,16 @@ from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.matrix_steps import MuonSteps
 from fusedstep._matrix.batches import Moving
 from fusedstep._matrix.muon_groups import check_muon_options, uses_muon
-from fusedstep._matrix.near_shapes import Shape
 from fusedstep._matrix.second_step import Operands, SecondSteps
-from fusedstep._options.kinds import Flag, Number, Option, Options, check_ranges, named_values
+from fusedstep._options.kinds import (
+    Counts,
+    Flag,
+    Number,
+    Option,
+    Options,
+    check_ranges,
+    named_values,
+)
 from fusedstep._options.shared import SHARED, own_option
 from fusedstep._sharding.dtensor import local
 from fusedstep._state.kinds import State, States
@@ -39,6 +46,7 @@ _FIXED: dict[str, Any] = {
 _UNSET: Options = {
     "muon": Number(unset=0.5),
     "sgd": Number(unset=0.5),
+    "split_sizes": Counts(unset=None, fills_sides=True),
     "ns_dtype": Option(unset=None),
     "maximize": Flag(unset=False),
 }
@@ -86,6 +94,9 @@ class MuSGD(MuonSteps, SGD):
         muon (float, optional): factor of ``lr`` of Muon's part (default: 0.5)
         sgd (float, optional): factor of ``lr`` of SGD's part, in groups with ``use_muon``
             (default: 0.5)
+        split_sizes (tuple[int, ...], optional): numbers of rows that are orthogonalised separately,
+            each with a factor of its own: those of query, key and value in one weight. Their sum is
+            the weight's number of rows (default: None)
         ns_dtype (torch.dtype, optional): of the products: torch.bfloat16, torch.float16,
             torch.float32 or torch.float64; None is float16 on GPUs of compute capability 9.0,
             float32 on CPUs without instructions for bfloat16, and bfloat16 elsewhere
@@ -96,8 +107,9 @@ class MuSGD(MuonSteps, SGD):
 
     Raises:
         ValueError: if a hyper-parameter is out of range, ``params`` is empty, or a group with
-            ``use_muon`` has a weight of fewer than two dimensions, one that is complex, or a
-            DTensor that is no shard along one dimension of a mesh.
+            ``use_muon`` has a weight of fewer than two dimensions, one that is complex, one whose
+            first dimension is not the sum of ``split_sizes``, or a DTensor that is no shard along
+            one dimension of a mesh.
         RuntimeError: at :meth:`step`, before anything is changed, for sparse gradients of groups
             with ``use_muon``, weights that overlap themselves in memory, and shards with a gradient
             in some processes only.
@@ -146,6 +158,7 @@ class MuSGD(MuonSteps, SGD):
         muon: float = 0.5,
         sgd: float = 0.5,
         *,
+        split_sizes: tuple[int, ...] | None = None,
         ns_dtype: torch.dtype | None = None,
         maximize: bool = False,
         fused: bool | None = None,
@@ -220,7 +233,7 @@ class MuSGD(MuonSteps, SGD):
             "maximize": False,  # gradients have been negated
         }
 
-    def _ratio(self, group: dict[str, Any], shape: Sequence[int], matrix: Shape) -> float:
+    def _ratio(self, group: dict[str, Any], shape: Sequence[int]) -> float:
         muon = float(group.get("muon", _MUSGD_OWN["muon"]))
         return muon * math.sqrt(max(1, shape[-2] / max(shape[-1], 1)))
 

@@ -149,12 +149,13 @@ def test_lists_of_weights():
     assert 1e300 in assert_changes_nothing(build, torch.float32, 3, ("betas", 0))
 
 
-def test_heads_of_muon():
-    """They have to divide the rows of the weights that the step is tried with."""
+@pytest.mark.parametrize("option", [{"split_heads": 2}, {"split_sizes": (4, 1, 1)}], ids=str)
+def test_matrices_of_muon_that_are_split(option):
+    """Heads have to divide the rows of the weights that the step is tried with, sizes to fill."""
     (row,) = [row for row in ROWS if row.optimizer is optim.Muon]
 
     def build(groups):
-        return row.optimizer([groups[0], groups[1] | {"split_heads": 2}])
+        return row.optimizer([groups[0], groups[1] | option])
 
     shapes = ((5, 6), (6, 4), (6, 4))
     refused = assert_changes_nothing(build, torch.float32, 3, ("lr", None), shapes=shapes)

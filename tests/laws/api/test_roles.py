@@ -174,7 +174,8 @@ EXPECTED = {
         lambda: Model(Attention(32)),
         {"blocks.1.qkv.weight": "fused qkv"},
         {},
-        "guessed by the 16 inputs of proj: q, k, v of 16, 8 and 8 rows are one matrix",
+        "guessed by the 16 inputs of proj: q, k, v of 16, 8 and 8 rows are one matrix, "
+        "and three with split_sizes=(16, 8, 8)",
     ),
     "attention of torch": (
         lambda: Model(nn.MultiheadAttention(16, 2)),

@@ -268,12 +268,35 @@ def test_small_batches_give_the_same(monkeypatch):
         ((2, 3, 8, 4), {"stacked": True}, lambda w: list(w.view(6, 8, 4))),
         ((24, 8), {"split_heads": 3}, lambda w: list(w.view(3, 8, 8))),
         ((2, 12, 8), {"split_heads": 2}, lambda w: list(w.view(4, 6, 8))),
+        ((24, 8), {"split_sizes": (12, 8, 4)}, lambda w: w.split((12, 8, 4))),
+        ((24, 8), {"split_sizes": [16, 4, 4]}, lambda w: w.split((16, 4, 4))),
+        ((24, 8), {"split_sizes": (4, 16, 4)}, lambda w: w.split((4, 16, 4))),
+        ((24, 8), {"split_sizes": (24,)}, lambda w: [w]),
+        (
+            (2, 12, 8),
+            {"split_sizes": (8, 2, 2)},
+            lambda w: [block for each in w for block in each.split((8, 2, 2))],
+        ),
+        (
+            (6, 3, 2, 2),
+            {"split_sizes": (1, 5)},
+            lambda w: w.view(6, 12).split((1, 5)),
+        ),
+        (
+            (24, 8),
+            {"split_sizes": (16, 8), "split_heads": 2},
+            lambda w: w.split((8, 8, 4, 4)),
+        ),
     ],
-    ids=["stack", "flattened", "convolution", "stacks", "heads", "heads of a stack"],
+    ids=[
+        *("stack", "flattened", "convolution", "stacks", "heads", "heads of a stack"),
+        *("sizes", "sizes of which two are one", "two around another", "one size"),
+        *("sizes of a stack", "sizes of a convolution", "sizes and heads"),
+    ],
 )
 def test_weights_are_matrices(shape, options, blocks, fused, normuon):
     shapes = [shape, shape]
-    options |= {"ns_dtype": torch.float32, "fused": fused, "normuon": normuon}
+    options = options | {"ns_dtype": torch.float32, "fused": fused, "normuon": normuon}
     found, _ = trained(optim.Muon, shapes, **options)
     expected = by_reference(shapes, blocks=blocks, beta2=0.95 if normuon else None)
     assert_moved_alike(found, expected, parameters(shapes), 1e-4)
@@ -445,6 +468,9 @@ CHANGES = {
     "a learning rate": lambda params, optimizer: optimizer.param_groups[0].update(lr=0.5),
     "an option": lambda params, optimizer: optimizer.param_groups[0].update(
         adjust_lr_fn="match_rms_adamw"
+    ),
+    "sizes of parts": lambda params, optimizer: optimizer.param_groups[0].update(
+        split_sizes=(6, 2)
     ),
     "two options": lambda params, optimizer: optimizer.param_groups[0].update(
         split_heads=2, adjust_lr_fn="original"
@@ -729,6 +755,24 @@ def test_steps_under_torch_compile_and_a_dispatch_mode():
         ({"ns_dtype": torch.int8}, "ns_dtype must be None, torch.bfloat16"),
         ({"split_heads": 0}, "split_heads must be an int of at least 1"),
         ({"split_heads": 5}, "parameter 0 of group 0 has matrices of 24 rows, which split_heads=5"),
+        ({"split_sizes": 24}, "split_sizes must be None or a tuple of ints of at least 1, not 24"),
+        (
+            {"split_sizes": ()},
+            r"split_sizes must be None or a tuple of ints of at least 1, not \(\)",
+        ),
+        ({"split_sizes": "abc"}, "split_sizes must be None or a tuple of ints"),
+        ({"split_sizes": (16, 0, 8)}, "split_sizes must be None or a tuple of ints"),
+        ({"split_sizes": (16, -8, 16)}, "split_sizes must be None or a tuple of ints"),
+        ({"split_sizes": (16, 8.0)}, "split_sizes must be None or a tuple of ints"),
+        ({"split_sizes": (23, True)}, "split_sizes must be None or a tuple of ints"),
+        (
+            {"split_sizes": (16, 4)},
+            r"has matrices of 24 rows, of which split_sizes=\(16, 4\) has 20",
+        ),
+        (
+            {"split_sizes": (16, 5, 3), "split_heads": 2},
+            r"split_heads=2 does not divide each of split_sizes=\(16, 5, 3\)",
+        ),
         ({"lr": -1}, "Invalid learning rate"),
         ({"momentum": -1}, "Invalid momentum value"),
         ({"weight_decay": -1}, "Invalid weight_decay value"),
@@ -774,7 +818,7 @@ def test_weights_that_are_no_matrices(weight, message):
     assert (named[0][1] == 1).all()
 
 
-@pytest.mark.parametrize("name", ["ns_coefficients", "adjust_lr_fn"])
+@pytest.mark.parametrize("name", ["ns_coefficients", "adjust_lr_fn", "split_sizes"])
 def test_a_bad_option_at_a_step_changes_nothing(name):
     params = parameters([(12, 8), (8,)])
     groups = [{"params": params[1:], "use_muon": False}, {"params": params[:1]}]

@@ -82,6 +82,16 @@ def test_steps_as_the_reference(options, reference, fused):
             torch.testing.assert_close(own[name], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("fused", [None, True, False])
+@pytest.mark.parametrize("sizes", [(12, 8, 4), [16, 4, 4], (24,)], ids=str)
+def test_parts_of_weights_are_matrices(sizes, fused):
+    shapes = [(24, 8), (24, 2, 5, 3), (24, 30), (24, 8)]
+    options = WITH_MOMENTUM | {"ns_dtype": torch.float32, "fused": fused}
+    found, _ = trained(shapes, split_sizes=sizes, **options)
+    expected, _ = by_reference(shapes, sizes=sizes, **WITH_MOMENTUM)
+    assert_moved_alike(found, expected, parameters(shapes), 1e-4)
+
+
 def test_products_in_double_are_exact():
     params = [torch.nn.Parameter(p.detach().double()) for p in parameters(SHAPES)]
     optimizer = make(params, ns_dtype=torch.float64, **WITH_MOMENTUM)

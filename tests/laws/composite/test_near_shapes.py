@@ -100,6 +100,12 @@ def test_rows_with_moments_and_heads_are_not_padded(options, monkeypatch):
     assert set(seen) == {(heads, 24 // heads, 30), (heads, 20 // heads, 28)}
 
 
+def test_parts_of_one_shape_go_through_products_together(monkeypatch):
+    seen = batches(monkeypatch)
+    trained(((24, 30), (24, 28), (24, 30)), steps=1, split_sizes=(12, 6, 6))
+    assert seen == [(2, 12, 30), (4, 6, 30), (1, 12, 28), (2, 6, 28)]
+
+
 # The choice
 
 

@@ -11,20 +11,32 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from fusedstep._sharding import exchange
 from fusedstep._sharding.exchange import Form, batches_of, why_not_gathered
 
+
+def form(shape, stack=0, blocks=1):
+    """``blocks``: the number of equal ones, or the rows of each."""
+    if isinstance(blocks, int):
+        blocks = (shape[stack] // blocks,) * blocks
+    return Form(shape, stack, blocks)
+
+
 FORMS = (
-    (Form((12, 5), 0, 1), Form((7, 9), 0, 1), Form((1, 4), 0, 1), Form((12, 5), 0, 1)),
-    (Form((12, 5), 0, 3), Form((24, 4), 0, 2), Form((30, 2), 0, 30)),
-    (Form((6, 3, 5), 0, 1), Form((4, 3, 2, 3), 0, 1)),
+    (form((12, 5)), form((7, 9)), form((1, 4)), form((12, 5))),
+    (form((12, 5), blocks=3), form((24, 4), blocks=2), form((30, 2), blocks=30)),
+    (form((12, 5), blocks=(8, 2, 2)), form((7, 9), blocks=(1, 6)), form((4, 3), blocks=(1, 2, 1))),
+    (form((6, 3, 5)), form((4, 3, 2, 3))),
 )
-STACKS = ((Form((3, 8, 5), 1, 1), Form((2, 4, 6), 1, 2)), (Form((2, 3, 4, 5), 2, 1),))
+STACKS = (
+    (form((3, 8, 5), 1), form((2, 4, 6), 1, 2), form((2, 9, 6), 1, (5, 2, 2))),
+    (form((2, 3, 4, 5), 2),),
+)
 
 CASES = [(forms, dim) for forms in FORMS for dim in range(len(forms[0].shape))]
 CASES += [(STACKS[0], 1), (STACKS[0], 2), (STACKS[1], 2), (STACKS[1], 3)]
 
 
 def matrices(weight, form):
-    stack = math.prod(form.shape[: form.stack])
-    return weight.reshape(stack * form.blocks, form.shape[form.stack] // form.blocks, -1)
+    stack = weight.reshape(math.prod(form.shape[: form.stack]), form.shape[form.stack], -1)
+    return [block for each in stack for block in each.split(form.blocks)]
 
 
 def shards_of(weight, dim, ranks):
@@ -82,7 +94,7 @@ def test_matrices_go_to_their_owners_and_back(forms, dim, ranks, at_once):
 
 
 def test_owners_have_an_even_cost():
-    forms = (*[Form((64, 64), 0, 1)] * 9, *[Form((256, 64), 0, 1)] * 7, Form((32, 8), 0, 1))
+    forms = (*[form((64, 64))] * 9, *[form((256, 64))] * 7, form((32, 8)))
     for ranks in (2, 3, 4):
         loads = []
         for rank in range(ranks):
@@ -94,7 +106,7 @@ def test_owners_have_an_even_cost():
 
 
 def test_batches_are_of_about_so_many_elements():
-    forms = tuple([Form((16, 16), 0, 1)] * 10)
+    forms = (form((16, 16)),) * 10
     sizes = [len(each.weights) for each in batches_of(forms, 0, (0, 1), 0, 512)]
     assert sizes == [4, 4, 2]
 
