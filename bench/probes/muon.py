@@ -149,6 +149,7 @@ def main() -> None:
         ours = optim.Muon(parameters(asked), ns_dtype=DTYPES[name])
         steps[f"Muon, {name}"] = ours.step
         steps[f"products alone, {name}"] = products(asked, DTYPES[name])
+    steps["Muon, rank_fraction=0.25"] = optim.Muon(parameters(asked), rank_fraction=0.25).step
     steps |= peers(asked) if device.type == "cuda" else {}
     for name, fused in (("MuSGD", None), ("MuSGD, fused=False", False)):
         options = {"use_muon": True, "momentum": 0.9, "nesterov": True, "fused": fused}

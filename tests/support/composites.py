@@ -19,9 +19,10 @@ class Composite(NamedTuple):
     counts: bool = True
     makes_whole: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone
     rate: str = "lr"
+    variant: str = ""
 
     def __str__(self) -> str:
-        return self.optimizer.__name__
+        return " ".join(filter(None, (self.optimizer.__name__, self.variant)))
 
     def build(self, params, **options):
         return self.optimizer([{"params": list(params)} | self.of_group], **options)
@@ -39,6 +40,7 @@ ROWS = (
     Composite(optim.Adafactor, {}),
     Composite(optim.CAME, {}),
     Composite(optim.Muon, {}, counts=False),
+    Composite(optim.Muon, {"rank_fraction": 0.25}, counts=False, variant="of chosen rows"),
     Composite(optim.MuSGD, {"use_muon": True, "momentum": 0.9, "nesterov": True}, counts=False),
     Composite(optim.GaLoreAdamW, {"rank": 3, "update_proj_gap": 3}),
     Composite(optim.GaLoreAdafactor, {"rank": 3, "update_proj_gap": 3}, rate="max_relative_step"),

@@ -83,6 +83,8 @@ COMPOSED = (
     Composite(
         "muon, int8", optim.Muon, {"state_dtype": "int8", "rounding": "stochastic"}, **_BFLOAT16
     ),
+    Composite("muon, chosen rows", optim.Muon, {"rank_fraction": 0.5}),
+    Composite("muon, chosen rows, normuon", optim.Muon, {"rank_fraction": 0.5, "normuon": True}),
     Composite("muon for AdamW", optim.Muon, {"use_muon": False}),
     Composite("musgd", optim.MuSGD, _MUSGD),
     Composite(

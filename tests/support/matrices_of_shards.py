@@ -49,6 +49,19 @@ ROWS = {
     "stacks of parts": ([(3, 12, 8), (1, 12, 8)], Shard(0), {"split_sizes": (8, 2, 2)}),
     "heads of parts": ([(24, 8)], Shard(0), {"split_sizes": (12, 12), "split_heads": 3}),
     "parts of filters": ([(6, 3, 2, 2)], Shard(0), {"split_sizes": [4, 1, 1]}),
+    "chosen rows": ([(8, 24), (12, 12), (9, 40)], Shard(0), {"rank_fraction": 0.25}),
+    "chosen rows in columns": ([(8, 24), (12, 13)], Shard(1), {"rank_fraction": 0.25}),
+    "chosen columns": ([(24, 8), (13, 12)], Shard(0), {"rank_fraction": 0.5}),
+    "chosen columns in columns": ([(24, 9), (12, 1)], Shard(1), {"rank_fraction": 0.5}),
+    "chosen rows of a stack": ([(3, 8, 12)], Shard(1), {"rank_fraction": 0.25}),
+    "stacks of chosen rows": ([(3, 8, 12), (1, 8, 12)], Shard(0), {"rank_fraction": 0.25}),
+    "chosen filters": ([(6, 3, 2, 2), (6, 3, 2, 2)], Shard(0), {"rank_fraction": 0.5}),
+    "chosen channels": ([(20, 3, 2, 2), (6, 3, 2, 2)], Shard(1), {"rank_fraction": 0.5}),
+    "chosen rows of parts": (
+        [(24, 8), (24, 30)],
+        Shard(0),
+        {"split_sizes": (14, 6, 4), "rank_fraction": 0.5},
+    ),
     "copies": ([(24, 8), (3, 8, 12)], Replicate(), {}),
 }
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._matrix.batches import MatrixBatches
+from fusedstep._matrix.chosen import Chosen, has_choice
 from fusedstep._matrix.muon_groups import (
     beta2_of,
     check_muon_options,
@@ -136,18 +137,31 @@ class MuonSteps(MatrixBatches):
         if not uses_muon(group):
             return super()._formula(group, weight, grad, state)
         lr, momentum = float(group["lr"]), float(group["momentum"])
-        average = state["momentum_buffer"].lerp(grad, 1 - momentum)
+        if has_choice(group):
+            average = update = state["momentum_buffer"] + grad
+        else:
+            average = state["momentum_buffer"].lerp(grad, 1 - momentum)
+            update = grad.lerp(average, momentum) if group["nesterov"] else average
         state["momentum_buffer"] = average
-        update = grad.lerp(average, momentum) if group["nesterov"] else average
 
         parts = parts_of(group, weight)
         orthogonal = torch.empty_like(update, memory_format=torch.contiguous_format)
         if group.get("normuon"):
             state["second_momentum_buffer"] = state["second_momentum_buffer"].clone()
         for part in parts:
-            x = _iterated(group, part.of(update).reshape(part.form))
+            matrices = part.of(update).reshape(part.form)
+            chosen = Chosen.among(group, matrices) if has_choice(group) else None
+            x = _iterated(group, chosen.take(matrices) if chosen else matrices)
             if group.get("normuon"):
-                _normalize_rows(x, part.of(state["second_momentum_buffer"]), beta2_of(group))
+                kept = part.of(state["second_momentum_buffer"])
+                moments = kept.reshape(*part.form[:2], 1)
+                own = chosen.take(moments) if chosen else moments
+                _normalize_rows(x, own, beta2_of(group))
+                kept.copy_((chosen.put(moments, own) if chosen else own).view(kept.shape))
+            if chosen:
+                chosen.put(matrices, chosen.take(matrices) * momentum)
+                part.of(average).copy_(matrices.view(part.shape))
+                x = chosen.put(torch.zeros_like(matrices), x)
             part.of(orthogonal).copy_(x.view(part.shape))
 
         decay = lr * group["weight_decay"]
@@ -179,12 +193,12 @@ def _iterated(group: dict[str, Any], update: Tensor) -> Tensor:
 def _normalize_rows(x: Tensor, moments: Tensor, beta2: float) -> None:
     """Gives the rows of matrices [count, rows, columns] one size, as NorMuon does, in place.
 
-    ``moments``, running averages of the mean squares of rows, are taken forward.
+    ``moments`` [count, rows, 1], running averages of the mean squares of rows, are taken forward.
     """
     mean = torch.mean if x.numel() else torch.sum  # none without elements
     means = mean(x.square(), -1, keepdim=True)
-    averages = moments.reshape(means.shape).lerp(means, 1 - beta2)
-    moments.copy_(averages.view(moments.shape))
+    averages = moments.lerp(means, 1 - beta2)
+    moments.copy_(averages)
     norm = x.norm(dim=(1, 2), keepdim=True)
     x /= averages.sqrt() + 1e-10
     x *= norm / (x.norm(dim=(1, 2), keepdim=True) + 1e-10)

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,14 @@ from fusedstep._matrix.chained import (
     ChainedBatches,
     takes_batches_of,
     updates_dtype,
+)
+from fusedstep._matrix.chosen import (
+    Chosen,
+    has_choice,
+    largest,
+    norms_of,
+    side_of,
+    takes_rows,
 )
 from fusedstep._matrix.muon_groups import (
     Part,
@@ -61,6 +69,8 @@ from fusedstep._sharding.exchange import (
     Cut,
     Exchange,
     Form,
+    Share,
+    Unit,
     batches_over,
     cut_of,
     is_gathered,
@@ -69,7 +79,7 @@ from fusedstep._sharding.exchange import (
 from fusedstep._state.counts import count_steps
 from fusedstep._state.storage import seed_of, way_of
 from fusedstep._step.plan import Work, same
-from fusedstep._step.program import Pass, run
+from fusedstep._step.program import Pass, add_up, run
 from fusedstep._step.undo import numbers_first, undone_on_error
 from fusedstep._torch_ops.imperative import MOST_COPIES, ImperativeTwin, size_of
 
@@ -89,6 +99,9 @@ _AT_ONCE_OF_THREAD = 1 << 19
 #: (0.25 ms on an H100). Shapes are joined where padding adds fewer.
 _CALLS = {"cpu": 1 << 26}
 _CALLS_ELSEWHERE = 1 << 35
+
+
+_Key = TypeVar("_Key")
 
 
 class MatrixBatches(ImperativeTwin):
@@ -275,7 +288,7 @@ class MatrixBatches(ImperativeTwin):
         for index, p in enumerate(weights):
             for part in parts_of(group, local(p)):
                 # Whole weights of near shapes go through products together, with zeros.
-                key = None if part.is_whole else part.form[1:]
+                key = None if part.is_whole and not has_choice(group) else part.form[1:]
                 shares.setdefault(key, []).append((index, part))
         alike: dict[tuple[int, ...], list[int]] = {}
         for index, (_, part) in enumerate(itertools.chain.from_iterable(shares.values())):
@@ -310,7 +323,8 @@ class MatrixBatches(ImperativeTwin):
             is_chained = _takes_batches_of(group, device, dtype) and not (
                 device.type == "cpu" and has_copies
             )
-            at_once = (_most_together if is_chained else _most_at_once)(device)
+            goes_together = is_chained or _takes_all_shapes(group, device)
+            at_once = (_most_together if goes_together else _most_at_once)(device)
             for some_shapes in self._joined(group, device, weights, by_shape, is_chained):
                 together = [place for shapes in some_shapes for place in by_shape[shapes]]
                 first = local(weights[together[0]])
@@ -330,8 +344,14 @@ class MatrixBatches(ImperativeTwin):
 
         ``is_chained``: whether the native engine takes shapes together as they are.
         """
+        if _takes_all_shapes(group, device):
+            sizes = {
+                shapes: sum(local(weights[i]).numel() for i in places)
+                for shapes, places in by_shape.items()
+            }
+            return _in_lists(sizes, _most_together(device))
         is_alone = len(by_shape) == 1 or group.get("normuon") or is_split(group)
-        if is_alone or is_chained:
+        if is_alone or is_chained or has_choice(group):
             return [[shapes] for shapes in by_shape]
         steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
         dtype = ns_dtype_of(group, device)
@@ -367,72 +387,153 @@ class MatrixBatches(ImperativeTwin):
     def _step_batch(self, group: dict[str, Any], batch: _Together, grads: list[Tensor]) -> None:
         """Steps weights of one dtype, of which this process has whole matrices of near shapes."""
         moving = self._begin(group, batch.weights, grads, batch.moving)
-        shares = batch.shares
         values = batch.parts([each.value for each in moving])
         averages = batch.parts([each.average for each in moving])
         grads = batch.parts([each.grad for each in moving])
-        dtype, device = values[0].dtype, values[0].device
         is_native = not batch.is_padded and are_taken(values, averages, grads)
-        products = ns_dtype_of(group, device)
-        narrow = products
-        if not (is_native and keeps_range(products) and has_pass(dtype, products)):
-            narrow = dtype
-        updates = self._updates(shares, narrow, device)
-        if batch.is_padded:
-            updates[0].zero_()
-
-        def parts(of: list[Tensor]) -> Sequence[Tensor]:
-            if len(shares) == 1:
-                return shares[0].parts_in(of[0])
-            return [part for share, x in zip(shares, of, strict=True) for part in share.parts_in(x)]
-
-        # On a CPU products may lack memory: nothing is written before they are there.
-        is_last = device.type == "cpu" and not is_native
-        momentum = float(group["momentum"])
-        if is_native:
-            lead = momentum if group["nesterov"] else 1.0
-            average_into(averages, grads, parts(updates), 1 - momentum, lead)
-        else:
-            if not is_last:
-                self._advance(group, moving)
-            for part, average, grad in zip(parts(updates), averages, grads, strict=True):
-                if is_last:
-                    average = torch.lerp(average, grad, 1 - momentum, out=part)
-                _write_update(group, grad, average, part)
-        moves_along = is_native and has_pass(dtype, products) and not group.get("normuon")
-        stays = moves_along or products is dtype
-        to = updates if moves_along or narrow is dtype else self._updates(shares, dtype, device)
-        directions = []
-        for update, own in zip(updates, to, strict=True):
-            x = self._orthogonal(group, update)
-            directions.append(x if stays and len(shares) == 1 else own.copy_(x))
-        moments: list[tuple[Tensor, Tensor]] = []
-        if group.get("normuon"):
-            of_weights = [each.state["second_momentum_buffer"] for each in moving]
-            for share, x in zip(shares, directions, strict=True):
-                kept = share.of(of_weights)
-                new = torch.cat([each.reshape(-1, share.shape[1], 1) for each in kept])
-                normalize_rows(x, new, beta2_of(group))
-                moments += zip(kept, new.split(share.counts), strict=True)
+        directions_of = self._directions_of_chosen if has_choice(group) else self._directions
+        directions, write = directions_of(group, batch, moving, averages, grads, is_native)
         rooms = self._rooms(group, values, is_native)
         take_second = self._second_step(group, moving)
-        if is_last:
-            self._advance(group, moving)
-        for old, new in moments:
-            old.copy_(new.view(old.shape))
+        write()
         alike = [(self._ratio(group, shape), indices) for shape, indices in batch.alike.items()]
-        self._move(group, values, parts(directions), alike, rooms, is_native)
+        self._move(group, values, batch.parts_in(directions), alike, rooms, is_native)
         take_second()
         if not batch.moving:
             self._finish(group, moving)
 
-    def _updates(
-        self, shares: list[_Share], dtype: torch.dtype, device: torch.device
+    def _directions(
+        self,
+        group: dict[str, Any],
+        batch: _Together,
+        moving: list[Moving],
+        averages: list[Tensor],
+        grads: list[Tensor],
+        is_native: bool,
+    ) -> tuple[list[Tensor], Callable[[], None]]:
+        """The orthogonalized updates of each share, and what writes the states that are not yet.
+
+        On a CPU products may lack memory: nothing is written before they are there.
+        """
+        dtype, device, shares = averages[0].dtype, averages[0].device, batch.shares
+        shapes = [share.shape for share in shares]
+        products = ns_dtype_of(group, device)
+        narrow = products
+        if not (is_native and keeps_range(products) and has_pass(dtype, products)):
+            narrow = dtype
+        updates = self._memory_of("update", shapes, narrow, device)
+        if batch.is_padded:
+            updates[0].zero_()
+        is_last = device.type == "cpu" and not is_native
+        momentum = float(group["momentum"])
+        if is_native:
+            lead = momentum if group["nesterov"] else 1.0
+            average_into(averages, grads, batch.parts_in(updates), 1 - momentum, lead)
+        else:
+            if not is_last:
+                self._advance(group, moving)
+            for part, average, grad in zip(batch.parts_in(updates), averages, grads, strict=True):
+                if is_last:
+                    average = torch.lerp(average, grad, 1 - momentum, out=part)
+                _write_update(group, grad, average, part)
+        moves_along = _moves_along(group, dtype, products, is_native)
+        stays = moves_along or products is dtype
+        to = updates
+        if not (moves_along or narrow is dtype):
+            to = self._memory_of("update", shapes, dtype, device)
+        directions = []
+        for update, own in zip(updates, to, strict=True):
+            x = self._orthogonal(group, update)
+            directions.append(x if stays and len(shares) == 1 else own.copy_(x))
+        moments = _moments_of(group, shares, moving)
+        for x, new in zip(directions, moments, strict=False):
+            normalize_rows(x, new, beta2_of(group))
+
+        def write() -> None:
+            if is_last:
+                self._advance(group, moving)
+            _keep_moments(shares, moving, moments)
+
+        return directions, write
+
+    def _directions_of_chosen(
+        self,
+        group: dict[str, Any],
+        batch: _Together,
+        moving: list[Moving],
+        averages: list[Tensor],
+        grads: list[Tensor],
+        is_native: bool,
+    ) -> tuple[list[Tensor], Callable[[], None]]:
+        """As ``_directions``: those of the rows or columns that are chosen, zeros of all others."""
+        dtype, device, shares = averages[0].dtype, averages[0].device, batch.shares
+        shapes = [share.shape for share in shares]
+        sums = self._memory_of("gathered sums", shapes, dtype, device)
+        for part, average, grad in zip(batch.parts_in(sums), averages, grads, strict=True):
+            torch.add(average, grad, out=part)
+        products = ns_dtype_of(group, device)
+        kind = products if _moves_along(group, dtype, products, is_native) else dtype
+        chosen = [Chosen.among(group, x) for x in sums]
+        found = self._orthogonal_chosen(group, sums, chosen, kind)
+        moments = _moments_of(group, shares, moving)
+        for x, each, new in zip(found, chosen, moments, strict=False):
+            own = each.take(new)
+            normalize_rows(x, own, beta2_of(group))
+            each.put(new, own)
+        directions = self._memory_of("direction", shapes, kind, device)
+        for out, each, x in zip(directions, chosen, found, strict=True):
+            each.put(out.zero_(), x)
+
+        def write() -> None:
+            torch._foreach_copy_(averages, list(batch.parts_in(sums)))
+            _keep_moments(shares, moving, moments)
+
+        return directions, write
+
+    def _orthogonal_chosen(
+        self,
+        group: dict[str, Any],
+        sums: list[Tensor],
+        chosen: list[Chosen],
+        dtype: torch.dtype,
     ) -> list[Tensor]:
-        """Memory for the matrices of each share."""
-        sizes = [math.prod(share.shape) for share in shares]
-        flat = self._scratch.take("update", (sum(sizes),), dtype, device)
-        return [x.view(share.shape) for share, x in zip(shares, flat.split(sizes), strict=True)]
+        """The orthogonalized rows or columns that are chosen, in a dtype; decays them in place."""
+        shapes = [each.shape(x.shape) for each, x in zip(chosen, sums, strict=True)]
+        wide, device = sums[0].dtype, sums[0].device
+        taken = self._memory_of("chosen", shapes, wide, device)
+        decayed = self._memory_of("decayed", shapes, wide, device)
+        for x, each, own, new in zip(sums, chosen, taken, decayed, strict=True):
+            each.take(x, own)
+            each.put(x, torch.mul(own, float(group["momentum"]), out=new))
+        found = self._orthogonal_together(group, taken)
+        if found[0].dtype is dtype:
+            return found
+        return [new.copy_(x) for new, x in zip(decayed, found, strict=True)]
+
+    def _orthogonal_together(self, group: dict[str, Any], updates: list[Tensor]) -> list[Tensor]:
+        """As ``_orthogonal``: by one chain of products where the native engine takes all."""
+        first, asked = updates[0], group.get("ns_dtype")
+        products, narrow = ns_dtype_of(group, first.device), updates_dtype(first.dtype, asked)
+        fits = first.is_cpu or all(fits_engine(*x.shape[1:]) for x in updates)
+        if not (fits and narrow and takes_batches_of(first.device, first.dtype, asked, products)):
+            return [update.copy_(self._orthogonal(group, update)) for update in updates]
+        shapes = [(len(x), *x.shape[1:]) for x in updates]
+        chain = ChainedBatches(shapes, [[shape] for shape in shapes], first.device)
+        steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
+        chain.take(self._scratch, narrow, products, steps)
+        chain.copy(updates)
+        return chain.orthogonalize(float(group["eps"]), bool(group.get("adds_eps")))
+
+    def _memory_of(
+        self,
+        use: str,
+        shapes: list[tuple[int, int, int]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> list[Tensor]:
+        sizes = list(map(math.prod, shapes))
+        flat = self._scratch.take(use, (sum(sizes),), dtype, device)
+        return [x.view(shape) for shape, x in zip(shapes, flat.split(sizes), strict=True)]
 
     def _step_cut(
         self,
@@ -448,6 +549,17 @@ class MatrixBatches(ImperativeTwin):
         wide = torch.float32 if self._store.has_wide(group, weights[0]) else weights[0].dtype
         products = ns_dtype_of(group, there)
         narrow = products if products.itemsize < wide.itemsize else wide
+        batches = batches_over(cut, forms, _most_at_once(there))
+        places = self._choose(group, cut, batches, weights, grads) if has_choice(group) else {}
+
+        def computed(share: Share, whole: Tensor) -> Tensor:
+            if not places:
+                return self._orthogonal(group, whole)
+            index = torch.stack([places[unit] for unit in share.units]).to(there)
+            chosen = Chosen.of(index, takes_rows(group, *share.matrix))
+            direction = self._scratch.take("direction", whole.shape, whole.dtype, there).zero_()
+            (x,) = self._orthogonal_chosen(group, [whole], [chosen], whole.dtype)
+            return chosen.put(direction, x)
 
         def step(number: int, batch: Batch) -> Pass:
             """Steps the weights of a batch."""
@@ -460,8 +572,10 @@ class MatrixBatches(ImperativeTwin):
                 of = by_place[unit.weight]
                 grad, average = (batch.part_of_shard(unit, x) for x in (of.grad, of.average))
                 _write_update(group, grad, average, part)
+                if places:
+                    self._decay_chosen(group, batch, unit, places[unit], average)
             yield from exchange.gather()
-            parts = yield from exchange.scatter(functools.partial(self._orthogonal, group))
+            parts = yield from exchange.scatter(computed)
             values = [batch.part_of_shard(x, by_place[x.weight].value) for x in batch.units]
             alike = [(self._ratio(group, x.shape), [index]) for index, x in enumerate(batch.units)]
             take_second = self._second_step(group, moving)
@@ -470,8 +584,43 @@ class MatrixBatches(ImperativeTwin):
             take_second()
             self._finish(group, moving)
 
-        batches = batches_over(cut, forms, _most_at_once(there))
         run(itertools.starmap(step, enumerate(batches)))
+
+    def _choose(
+        self,
+        group: dict[str, Any],
+        cut: Cut,
+        batches: Sequence[Batch],
+        weights: list[Tensor],
+        grads: list[Tensor],
+    ) -> dict[Unit, Tensor]:
+        """The places of the rows or columns that are chosen of each matrix, in all processes."""
+        units = [unit for batch in batches for unit in batch.all_units]
+        sides = [side_of(group, *unit.matrix) for unit in units]
+        flat = torch.zeros(sum(sides), dtype=torch.float64, device=weights[0].device)
+        norms = dict(zip(units, flat.split(sides), strict=True))
+        for batch in batches:
+            some, own = ([each[i] for i in batch.weights] for each in (weights, grads))
+            moving = dict(zip(batch.weights, self._begin(group, some, own), strict=True))
+            for unit in batch.units:
+                of, of_rows = moving[unit.weight], takes_rows(group, *unit.matrix)
+                average, grad = (batch.part_of_shard(unit, x) for x in (of.average, of.grad))
+                x = torch.add(average, grad)
+                found = norms_of(x.reshape(1, len(x), -1), of_rows)
+                to = batch.part_of_numbers(unit, norms[unit], of_rows)
+                to.copy_(found.view(to.shape))
+        run([add_up([(cut, flat)])])
+        return {unit: largest(group, each) for unit, each in norms.items()}
+
+    @staticmethod
+    def _decay_chosen(
+        group: dict[str, Any], batch: Batch, unit: Unit, places: Tensor, average: Tensor
+    ) -> None:
+        """Decays the rows or columns that are chosen of a matrix in this process's part of it."""
+        of_rows, side = takes_rows(group, *unit.matrix), side_of(group, *unit.matrix)
+        factors = average.new_ones(side).index_fill_(0, places, float(group["momentum"]))
+        own = batch.part_of_numbers(unit, factors, of_rows)
+        average.mul_(own.view(-1, *[1] * (average.ndim - 1)) if of_rows else own)
 
     # The parts of a step
 
@@ -501,7 +650,10 @@ class MatrixBatches(ImperativeTwin):
     def _advance(group: dict[str, Any], moving: list[Moving]) -> None:
         """Takes gradients into the averages."""
         averages, grads = [each.average for each in moving], [each.grad for each in moving]
-        torch._foreach_lerp_(averages, grads, 1 - float(group["momentum"]))
+        if has_choice(group):
+            torch._foreach_add_(averages, grads)
+        else:
+            torch._foreach_lerp_(averages, grads, 1 - float(group["momentum"]))
 
     def _orthogonal(self, group: dict[str, Any], update: Tensor) -> Tensor:
         """Iterates on updates [count, rows, columns], in the products' dtype; overwrites them."""
@@ -664,6 +816,13 @@ class _Together(NamedTuple):
         """The parts of tensors, one for each weight, share by share."""
         return [part for share in self.shares for part in share.of(tensors)]
 
+    def parts_in(self, x: list[Tensor]) -> Sequence[Tensor]:
+        """Views of the matrices of each share, in the shapes of the parts."""
+        if len(x) == 1:
+            return self.shares[0].parts_in(x[0])
+        pairs = zip(self.shares, x, strict=True)
+        return [part for share, each in pairs for part in share.parts_in(each)]
+
 
 class _Known(NamedTuple):
     """The way that a group is stepped, for as long as its memory and options stay."""
@@ -691,8 +850,34 @@ def _parts_of(batches: list[_Together], tensors: list[Tensor]) -> list[Tensor]:
     ]
 
 
+def _moves_along(
+    group: dict[str, Any], weights: torch.dtype, products: torch.dtype, is_native: bool
+) -> bool:
+    """Returns whether a native pass moves weights by directions in the dtype of the products."""
+    return is_native and has_pass(weights, products) and not group.get("normuon")
+
+
+def _moments_of(group: dict[str, Any], shares: list[_Share], moving: list[Moving]) -> list[Tensor]:
+    """Copies of NorMuon's averages, [count, rows, 1] of each share; none without NorMuon."""
+    if not group.get("normuon"):
+        return []
+    moments = [each.state["second_momentum_buffer"] for each in moving]
+    return [
+        torch.cat([each.reshape(-1, share.shape[1], 1) for each in share.of(moments)])
+        for share in shares
+    ]
+
+
+def _keep_moments(shares: list[_Share], moving: list[Moving], moments: list[Tensor]) -> None:
+    """Writes the averages of ``_moments_of`` to the states."""
+    for share, new in zip(shares, moments, strict=False):
+        kept = share.of([each.state["second_momentum_buffer"] for each in moving])
+        for old, part in zip(kept, new.split(share.counts), strict=True):
+            old.copy_(part.view(old.shape))
+
+
 def _write_update(group: dict[str, Any], grad: Tensor, average: Tensor, out: Tensor) -> None:
-    if group["nesterov"]:
+    if group["nesterov"] and not has_choice(group):
         torch.lerp(grad, average, float(group["momentum"]), out=out)
     else:
         out.copy_(average)
@@ -709,6 +894,24 @@ def _factors(
     return factors
 
 
+def _takes_all_shapes(group: dict[str, Any], device: torch.device) -> bool:
+    """Returns whether weights of all shapes are stepped in one batch, without zeros.
+
+    The products of chosen rows are small: a GPU would wait for the host, shape by shape.
+    """
+    return has_choice(group) and device.type != "cpu"
+
+
+def _in_lists(sizes: dict[_Key, int], most: int) -> list[list[_Key]]:
+    """Keys in lists of so many elements at most, or of one key; ``sizes``: the elements of each."""
+    lists: list[list[_Key]] = []
+    for key, size in sizes.items():
+        if not lists or sum(sizes[each] for each in lists[-1]) + size > most:
+            lists.append([])
+        lists[-1].append(key)
+    return lists
+
+
 def _size_of(batches: list[_Together]) -> int:
     """The elements of the weights of batches."""
     return sum(p.numel() for batch in batches for p in batch.weights)
@@ -717,9 +920,10 @@ def _size_of(batches: list[_Together]) -> int:
 def _takes_batches_of(group: dict[str, Any], device: torch.device, dtype: torch.dtype) -> bool:
     """Returns whether the native engine and passes step batches of these weights together.
 
-    On a CPU cautious decay is not in the pass that writes averages and weights in one call.
+    On a CPU cautious decay is not in the pass that writes averages and weights in one call. No pass
+    chooses rows.
     """
-    if device.type == "cpu" and group.get("cautious_decay"):
+    if has_choice(group) or (device.type == "cpu" and group.get("cautious_decay")):
         return False
     return takes_batches_of(device, dtype, group.get("ns_dtype"), ns_dtype_of(group, device))
 

@@ -119,6 +119,10 @@ class ChainedBatches:
         write = updates_into if self._device.type == "cpu" else average_into
         write(averages, grads, self._updates, share, lead)
 
+    def copy(self, updates: list[Tensor]) -> None:
+        """Takes updates that are there."""
+        torch._foreach_copy_(self._updates, updates)
+
     def orthogonalize(self, eps: float, adds_eps: bool) -> list[Tensor]:
         """Iterates on the updates. Returns the result of each part, in the part's shape."""
         normalize_into(self._matrices, self._quotients, self._sums, eps, adds_eps)

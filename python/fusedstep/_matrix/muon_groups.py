@@ -48,6 +48,7 @@ MUON: Options = {
     "ns_dtype": Option(unset=None),
     "cautious_decay": Flag(unset=False),
     "normuon": Flag(unset=False),
+    "rank_fraction": Number(unset=None, above=True, most=1.0, may_be_none=True),
     "beta2": Number(unset=0.95),
     "betas": Betas(unset=(0.9, 0.999)),
     "adamw_eps": Number(unset=1e-8),
@@ -90,7 +91,9 @@ def check_muon_options(options: dict[str, Any]) -> None:
         raise ValueError(f"split_heads must be an int of at least 1, not {heads!r:.40}")
     _check_sizes(options.get("split_sizes"), heads)
     check_kinds(MUON, {name: value for name, value in options.items() if name in _FLAGS})
-    check_ranges(MUON, {name: options[name] for name in ("momentum", "weight_decay")}, tensors=True)
+    ranges = {name: options[name] for name in ("momentum", "weight_decay")}
+    ranges["rank_fraction"] = options.get("rank_fraction")
+    check_ranges(MUON, ranges, tensors=True)
     beta2 = options.get("beta2", MUON_OWN["beta2"])
     check_number("beta2", beta2)
     if not 0 <= beta2 < 1:

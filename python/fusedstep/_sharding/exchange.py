@@ -136,7 +136,8 @@ class Batch:
         self.weights = sorted({unit.weight for unit in units})
         self.owners = {unit.weight: unit.owner for unit in units}
         """Who computes a weight of one matrix, by its place."""
-        units = sorted(units, key=lambda unit: unit.matrix)
+        units = self.all_units = sorted(units, key=lambda unit: unit.matrix)
+        """The matrices, in an order that all processes have."""
         ranks = range(len(units[0].parts))
         own = [unit for unit in units if unit.owner == rank]
 
@@ -161,6 +162,12 @@ class Batch:
             begin, length = unit.parts[self._rank]
             first += begin - self._begins[unit.weight]
         return rows if length == len(rows) else rows.narrow(0, first, length)
+
+    def part_of_numbers(self, unit: Unit, numbers: Tensor, of_rows: bool) -> Tensor:
+        """Those of this process's part, of one number for each row of a matrix, or each column."""
+        shape, dim = (unit.shape[:1], unit.dim) if of_rows else (unit.shape[1:], unit.dim - 1)
+        numbers = numbers.view(shape)
+        return numbers.narrow(dim, *unit.parts[self._rank]) if 0 <= dim < len(shape) else numbers
 
     def parts_in(self, buffer: Tensor) -> list[Tensor]:
         """Views of a buffer: this process's parts of ``units``."""
@@ -327,7 +334,9 @@ class Exchange:
             torch._foreach_copy_(_parts_of(share, whole), found)
             yield share, whole
 
-    def scatter(self, compute: Callable[[Tensor], Tensor]) -> Generator[Any, Any, list[Tensor]]:
+    def scatter(
+        self, compute: Callable[[Share, Tensor], Tensor]
+    ) -> Generator[Any, Any, list[Tensor]]:
         """Takes results back; ``compute`` returns those of matrices.
 
         Returns this process's parts of the results of ``batch.units``, where the weights are and in
@@ -338,7 +347,7 @@ class Exchange:
         results_of = batch.own_parts_in(results)
         for share, whole in self.wholes():
             to = [results_of[number] for _, _, number in share.parts]
-            torch._foreach_copy_(to, _parts_of(share, compute(whole)))
+            torch._foreach_copy_(to, _parts_of(share, compute(share, whole)))
         found = self._buffer("found", self._count, self._returned, self._there)
         yield self._transfer(found, results, batch.counts, batch.own_counts)
         if found.dtype is not self._sent or self._there != self._device:

@@ -35,6 +35,21 @@ class Muon(MuonSteps, Adam):
     in place of the root, and ``"spectral_unclamped"`` has ``sqrt(rows / columns)``, which is below
     1 for wide matrices, of `Deriving Muon`_.
 
+    With ``rank_fraction`` a step orthogonalises a part of each matrix, as `Dion2`_ does::
+
+        m = m + g
+        i = the k rows with the largest L1 norms of m   (columns, if these are fewer)
+        u = m[i]
+        m[i] = momentum * m[i]
+        w = (1 - lr * weight_decay) * w
+        w[i] = w[i] - lr * factor * x                   (x and factor as above, of u and of w)
+
+    ``k`` is ``ceil(rank_fraction * rows)``. Of equal norms the first row is taken. On shards the
+    choice is that of the whole matrix: it depends on neither device nor number of processes.
+    ``nesterov`` counts for nothing. Products have ``rank_fraction**2`` of their operations or less.
+    With ``normuon`` a step chooses rows of every matrix, as NorDion2 does, and takes the averages
+    of these rows forward.
+
     Groups with ``use_muon=False`` are stepped by :class:`AdamW`, natively, in the same step:
     embeddings, the last layer, biases and the weights of norms. They take ``betas``, and have the
     states ``exp_avg``, ``exp_avg_sq`` and ``step``; ``lr``, ``weight_decay`` and ``eps`` mean
@@ -87,6 +102,9 @@ class Muon(MuonSteps, Adam):
             divided by the root of a running average of its mean square, which is kept in the state
             ``second_momentum_buffer``, and the matrix is given its norm of before. States are
             float32 then beside 16-bit weights (default: False)
+        rank_fraction (float, optional): update this fraction of the rows, or of the columns if
+            these are fewer, as `Dion2`_ does: those with the largest L1 norms of ``m``, above 0 and
+            up to 1; see above (default: None)
         beta2 (float, optional): coefficient of that average (default: 0.95)
         betas (tuple[float, float], optional): of AdamW (default: (0.9, 0.999))
         adamw_eps (float, optional): eps of groups with ``use_muon=False`` that have none of their
@@ -121,6 +139,8 @@ class Muon(MuonSteps, Adam):
         https://arxiv.org/abs/2505.16932
     .. _NorMuon:
         https://arxiv.org/abs/2510.05491
+    .. _Dion2:
+        https://arxiv.org/abs/2512.16928
     .. _Cautious Weight Decay:
         https://arxiv.org/abs/2510.12402
     """
@@ -154,6 +174,7 @@ class Muon(MuonSteps, Adam):
         ns_dtype: torch.dtype | None = None,
         cautious_decay: bool = False,
         normuon: bool = False,
+        rank_fraction: float | None = None,
         beta2: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.999),
         adamw_eps: float = 1e-8,

@@ -152,7 +152,7 @@ def test_lists_of_weights():
 @pytest.mark.parametrize("option", [{"split_heads": 2}, {"split_sizes": (4, 1, 1)}], ids=str)
 def test_matrices_of_muon_that_are_split(option):
     """Heads have to divide the rows of the weights that the step is tried with, sizes to fill."""
-    (row,) = [row for row in ROWS if row.optimizer is optim.Muon]
+    row = next(row for row in ROWS if row.optimizer is optim.Muon)
 
     def build(groups):
         return row.optimizer([groups[0], groups[1] | option])

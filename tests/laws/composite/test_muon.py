@@ -469,6 +469,7 @@ CHANGES = {
     "an option": lambda params, optimizer: optimizer.param_groups[0].update(
         adjust_lr_fn="match_rms_adamw"
     ),
+    "a fraction": lambda params, optimizer: optimizer.param_groups[0].update(rank_fraction=0.5),
     "sizes of parts": lambda params, optimizer: optimizer.param_groups[0].update(
         split_sizes=(6, 2)
     ),
