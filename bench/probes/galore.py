@@ -7,7 +7,7 @@ formula in torch operations, as the published optimizer has it, the products alo
 rank alone: weights of one dimension and the embeddings are AdamW in the same step. ``refreshed``:
 steps that make all bases anew. ``APOLLO``: ``APOLLOAdamW`` in place of it, by native passes and by
 its formula. On a GPU each row has a second one, ``queued``: a step of a number that are waited for
-together. There are steps with products in TF32 too.
+together, and there are steps in TF32; on a CPU with AMX there are steps in high precision.
 
 Refreshes of one projector [4096, 4096], or of what ``--side`` says: ms by way, and the part of the
 gradient's squared norm that the projection keeps, by that of the exact one. The gradient is that of
@@ -31,6 +31,7 @@ from torch import Tensor
 from fusedstep import optim
 from fusedstep._matrix.projection import RIGHT
 from fusedstep._matrix.subspace import bases_of
+from fusedstep._native import ops
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from reports.tables import write_table
@@ -75,7 +76,7 @@ def steps(layers: int, device: str, repeats: int) -> dict[str, float]:
 
     def note(name: str, run: Callable[[], object]) -> None:
         found[name] = milliseconds(run, device, repeats)
-        if torch.device(device).type == "cuda":
+        if torch.device(device).type == "cuda" and not name.startswith("refreshed"):
             found[f"{name}, queued"] = milliseconds(run, device, repeats, together=10)
 
     def time(
@@ -182,10 +183,12 @@ def main() -> None:
     found = {"layers": given.layers, "rank": RANK, "threads": torch.get_num_threads()}
     with torch.no_grad():
         found["steps"] = steps(given.layers, given.device, given.repeats)
-        if torch.device(given.device).type == "cuda":
-            torch.backends.cuda.matmul.allow_tf32 = True
-            found["steps in TF32"] = steps(given.layers, given.device, given.repeats)
-            torch.backends.cuda.matmul.allow_tf32 = False
+        is_gpu = torch.device(given.device).type == "cuda"
+        if is_gpu or ops.product_isa() == "amx":
+            torch.set_float32_matmul_precision("high")
+            name = "steps in TF32" if is_gpu else "steps in high precision"
+            found[name] = steps(given.layers, given.device, given.repeats)
+            torch.set_float32_matmul_precision("highest")
     print(json.dumps(found, indent=1))
     if given.side:
         found["refreshes"] = refreshes(given.side, given.device, not given.no_exact)
