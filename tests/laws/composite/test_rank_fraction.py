@@ -8,7 +8,7 @@ import torch
 
 from fusedstep import optim
 from fusedstep._matrix import batches
-from reference.muon import dion2
+from reference.dion2 import dion2
 from support.matrices import assert_moved_alike, largest_allocation, parameters, step
 from support.stepping import WAYS
 
