@@ -63,6 +63,15 @@ from fusedstep._matrix.passes import (
     normalize_into,
     take_sums,
 )
+from fusedstep._matrix.together import (
+    BatchShare,
+    Moving,
+    Together,
+    keep_moments,
+    moments_of,
+    parts_of_batches,
+    size_of_batches,
+)
 from fusedstep._sharding.dtensor import is_dtensor, local
 from fusedstep._sharding.exchange import (
     Batch,
@@ -154,7 +163,7 @@ class MatrixBatches(ImperativeTwin):
             self._step_cut(group, cut, some, _ascending(group, found), forms)
 
     def _take_batches(
-        self, group: dict[str, Any], batches: list[_Together], grads: list[Tensor]
+        self, group: dict[str, Any], batches: list[Together], grads: list[Tensor]
     ) -> None:
         """Steps one batch after another; ``grads``: of all weights of the step."""
         for batch in batches:
@@ -195,10 +204,10 @@ class MatrixBatches(ImperativeTwin):
         return _Known(weights, self._checks_of(group, weights), chained, others, cut_alike)
 
     def _in_chains(
-        self, group: dict[str, Any], batches: list[_Together]
-    ) -> tuple[list[tuple[list[_Together], ChainedBatches]], list[_Together]]:
+        self, group: dict[str, Any], batches: list[Together]
+    ) -> tuple[list[tuple[list[Together], ChainedBatches]], list[Together]]:
         """Batches that the native engine may step together, by dtype and device, and all others."""
-        alike: dict[Any, list[list[_Together]]] = {}
+        alike: dict[Any, list[list[Together]]] = {}
         others = []
         for batch in batches:
             if not self._may_chain(group, batch):
@@ -206,7 +215,7 @@ class MatrixBatches(ImperativeTwin):
                 continue
             lists = alike.setdefault((batch.weights[0].device, batch.weights[0].dtype), [])
             most = _most_together(batch.weights[0].device)
-            if not lists or _size_of([*lists[-1], batch]) > most:
+            if not lists or size_of_batches([*lists[-1], batch]) > most:
                 lists.append([])
             lists[-1].append(batch)
         chained = []
@@ -217,7 +226,7 @@ class MatrixBatches(ImperativeTwin):
             chained.append((some, ChainedBatches(shapes, forms, device)))
         return chained, others
 
-    def _may_chain(self, group: dict[str, Any], batch: _Together) -> bool:
+    def _may_chain(self, group: dict[str, Any], batch: Together) -> bool:
         """Returns whether the native engine takes the matrices of a batch, in some dtypes."""
         first = batch.weights[0]
         return (
@@ -229,10 +238,10 @@ class MatrixBatches(ImperativeTwin):
         )
 
     def _takes_chain(
-        self, group: dict[str, Any], batches: list[_Together], grads: list[Tensor]
+        self, group: dict[str, Any], batches: list[Together], grads: list[Tensor]
     ) -> bool:
         """Returns whether the native engine and passes take these dtypes and layouts."""
-        weights = _parts_of(batches, [p for batch in batches for p in batch.weights])
+        weights = parts_of_batches(batches, [p for batch in batches for p in batch.weights])
         averages = [each.average for batch in batches for each in batch.moving]
         some = [grads[i] for batch in batches for i in batch.places]
         device, dtype = weights[0].device, weights[0].dtype
@@ -245,7 +254,7 @@ class MatrixBatches(ImperativeTwin):
     def _step_chain(
         self,
         group: dict[str, Any],
-        batches: list[_Together],
+        batches: list[Together],
         memory: ChainedBatches,
         grads: list[Tensor],
     ) -> None:
@@ -254,7 +263,7 @@ class MatrixBatches(ImperativeTwin):
         ordered = _ascending(group, taken)
         known = [each for batch in batches for each in batch.moving]
         moving = self._begin(group, [each.weight for each in known], ordered, known)
-        values = _parts_of(batches, [each.value for each in moving])
+        values = parts_of_batches(batches, [each.value for each in moving])
         first = values[0]
         updates = updates_dtype(first.dtype, group.get("ns_dtype"))
         assert updates is not None
@@ -263,8 +272,8 @@ class MatrixBatches(ImperativeTwin):
         rooms = self._rooms(group, values, is_native=True)
         momentum = float(group["momentum"])
         lead = momentum if group["nesterov"] else 1.0
-        averages = _parts_of(batches, [each.average for each in moving])
-        ordered = _parts_of(batches, ordered)
+        averages = parts_of_batches(batches, [each.average for each in moving])
+        ordered = parts_of_batches(batches, ordered)
         memory.update(averages, ordered, 1 - momentum, lead)
         directions = memory.orthogonalize(float(group["eps"]), bool(group.get("adds_eps")))
         take_second = self._second_step(group, moving)
@@ -283,7 +292,7 @@ class MatrixBatches(ImperativeTwin):
 
     def _new_batch(
         self, group: dict[str, Any], places: list[int], weights: list[Tensor]
-    ) -> _Together:
+    ) -> Together:
         shares: dict[Shape | None, list[tuple[int, Part]]] = {}
         for index, p in enumerate(weights):
             for part in parts_of(group, local(p)):
@@ -296,7 +305,9 @@ class MatrixBatches(ImperativeTwin):
         moving = []
         if not any(map(functools.partial(self._has_copies, group), weights)):
             moving = self._begin(group, weights, weights)
-        return _Together(places, weights, list(map(_Share.made_of, shares.values())), alike, moving)
+        return Together(
+            places, weights, list(map(BatchShare.made_of, shares.values())), alike, moving
+        )
 
     def _has_copies(self, group: dict[str, Any], weight: Tensor) -> bool:
         """Returns whether a step works on something else than the weight and its states."""
@@ -373,7 +384,7 @@ class MatrixBatches(ImperativeTwin):
         batch = min(sum(sizes), _MOST_BYTES) if self._is_composite(item.group) else 0
         return MOST_COPIES * max(batch, *sizes)
 
-    def _step_or_undo(self, group: dict[str, Any], batch: _Together, grads: list[Tensor]) -> None:
+    def _step_or_undo(self, group: dict[str, Any], batch: Together, grads: list[Tensor]) -> None:
         """Steps a batch, or changes nothing if memory runs out."""
         grads = _ascending(group, grads)
         if batch.moving:  # as it is, and what is written last allocates nothing
@@ -384,7 +395,7 @@ class MatrixBatches(ImperativeTwin):
         with undone_on_error([*coded, *itertools.chain.from_iterable(kept)]):
             self._step_batch(group, batch, grads)
 
-    def _step_batch(self, group: dict[str, Any], batch: _Together, grads: list[Tensor]) -> None:
+    def _step_batch(self, group: dict[str, Any], batch: Together, grads: list[Tensor]) -> None:
         """Steps weights of one dtype, of which this process has whole matrices of near shapes."""
         moving = self._begin(group, batch.weights, grads, batch.moving)
         values = batch.parts([each.value for each in moving])
@@ -405,7 +416,7 @@ class MatrixBatches(ImperativeTwin):
     def _directions(
         self,
         group: dict[str, Any],
-        batch: _Together,
+        batch: Together,
         moving: list[Moving],
         averages: list[Tensor],
         grads: list[Tensor],
@@ -445,21 +456,21 @@ class MatrixBatches(ImperativeTwin):
         for update, own in zip(updates, to, strict=True):
             x = self._orthogonal(group, update)
             directions.append(x if stays and len(shares) == 1 else own.copy_(x))
-        moments = _moments_of(group, shares, moving)
+        moments = moments_of(group, shares, moving)
         for x, new in zip(directions, moments, strict=False):
             normalize_rows(x, new, beta2_of(group))
 
         def write() -> None:
             if is_last:
                 self._advance(group, moving)
-            _keep_moments(shares, moving, moments)
+            keep_moments(shares, moving, moments)
 
         return directions, write
 
     def _directions_of_chosen(
         self,
         group: dict[str, Any],
-        batch: _Together,
+        batch: Together,
         moving: list[Moving],
         averages: list[Tensor],
         grads: list[Tensor],
@@ -475,7 +486,7 @@ class MatrixBatches(ImperativeTwin):
         kind = products if _moves_along(group, dtype, products, is_native) else dtype
         chosen = [Chosen.among(group, x) for x in sums]
         found = self._orthogonal_chosen(group, sums, chosen, kind)
-        moments = _moments_of(group, shares, moving)
+        moments = moments_of(group, shares, moving)
         for x, each, new in zip(found, chosen, moments, strict=False):
             own = each.take(new)
             normalize_rows(x, own, beta2_of(group))
@@ -486,7 +497,7 @@ class MatrixBatches(ImperativeTwin):
 
         def write() -> None:
             torch._foreach_copy_(averages, list(batch.parts_in(sums)))
-            _keep_moments(shares, moving, moments)
+            keep_moments(shares, moving, moments)
 
         return directions, write
 
@@ -745,93 +756,14 @@ class MatrixBatches(ImperativeTwin):
             increment_version([each.weight for each in moving])
 
 
-class Moving(NamedTuple):
-    """A weight in the middle of its step, and what this process has of it."""
-
-    weight: Tensor
-    kept: dict[str, Tensor]
-    state: dict[str, Tensor]
-    """The states of ``kept``, with numbers in place of codes."""
-    wide: Tensor
-    """The tensor that is updated for the weight."""
-    value: Tensor
-    """This process's part of that."""
-    average: Tensor
-    grad: Tensor
-
-
-class _Share(NamedTuple):
-    """Matrices of a batch that go through the products at one go."""
-
-    parts: list[tuple[int, Part]]
-    """Places of weights in the batch, and their parts."""
-    counts: list[int]
-    """The number of the matrices of each part."""
-    shape: tuple[int, int, int]
-    """The number of all matrices, and the rows and columns that they have with zeros."""
-    is_padded: bool
-    is_plain: bool
-    """True if each part is one matrix, in its own shape."""
-
-    @classmethod
-    def made_of(cls, parts: list[tuple[int, Part]]) -> _Share:
-        counts, rows, columns = map(list, zip(*(part.form for _, part in parts), strict=True))
-        shape = sum(counts), max(rows), max(columns)
-        is_padded = any(part.form[1:] != shape[1:] for _, part in parts)
-        is_plain = all(part.shape == shape[1:] for _, part in parts)
-        return cls(parts, counts, shape, is_padded, is_plain)
-
-    def of(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The parts of tensors, one for each weight of the batch."""
-        return [part.of(tensors[index]) for index, part in self.parts]
-
-    def parts_in(self, x: Tensor) -> Sequence[Tensor]:
-        """Views of matrices ``x``, in the shapes of the parts."""
-        if self.is_plain:
-            return x.unbind()  # in one call: the host is what a GPU waits for
-        pieces = zip(x.split(self.counts), self.parts, strict=True)
-        return [
-            piece[:, : part.form[1], : part.form[2]].view(part.shape) for piece, (_, part) in pieces
-        ]
-
-
-class _Together(NamedTuple):
-    """Weights of one dtype that are stepped together: this process has whole matrices of them."""
-
-    places: list[int]
-    """Their places in the list of the step."""
-    weights: list[Tensor]
-    shares: list[_Share]
-    """One of all whole weights, or one for each shape of the parts that weights are split into."""
-    alike: dict[tuple[int, ...], list[int]]
-    """Shapes of matrices, and which of the parts have them."""
-    moving: list[Moving]
-    """Their operands but for the gradients; empty where each step makes copies of some."""
-
-    @property
-    def is_padded(self) -> bool:
-        return self.shares[0].is_padded  # where weights are split, none is
-
-    def parts(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The parts of tensors, one for each weight, share by share."""
-        return [part for share in self.shares for part in share.of(tensors)]
-
-    def parts_in(self, x: list[Tensor]) -> Sequence[Tensor]:
-        """Views of the matrices of each share, in the shapes of the parts."""
-        if len(x) == 1:
-            return self.shares[0].parts_in(x[0])
-        pairs = zip(self.shares, x, strict=True)
-        return [part for share, each in pairs for part in share.parts_in(each)]
-
-
 class _Known(NamedTuple):
     """The way that a group is stepped, for as long as its memory and options stay."""
 
     weights: list[Tensor]
     checks: tuple[Any, Any]
-    chained: list[tuple[list[_Together], ChainedBatches]]
+    chained: list[tuple[list[Together], ChainedBatches]]
     """Batches that the native engine steps together where dtypes and gradients allow it."""
-    batches: list[_Together]
+    batches: list[Together]
     cut_alike: dict[Any, list[int]]
 
 
@@ -840,40 +772,11 @@ def _ascending(group: dict[str, Any], grads: list[Tensor]) -> list[Tensor]:
     return list(torch._foreach_neg(grads)) if group.get("maximize") else grads
 
 
-def _parts_of(batches: list[_Together], tensors: list[Tensor]) -> list[Tensor]:
-    """The parts of tensors, one for each weight of some batches, batch by batch."""
-    each = iter(tensors)
-    return [
-        part
-        for batch in batches
-        for part in batch.parts(list(itertools.islice(each, len(batch.weights))))
-    ]
-
-
 def _moves_along(
     group: dict[str, Any], weights: torch.dtype, products: torch.dtype, is_native: bool
 ) -> bool:
     """Returns whether a native pass moves weights by directions in the dtype of the products."""
     return is_native and has_pass(weights, products) and not group.get("normuon")
-
-
-def _moments_of(group: dict[str, Any], shares: list[_Share], moving: list[Moving]) -> list[Tensor]:
-    """Copies of NorMuon's averages, [count, rows, 1] of each share; none without NorMuon."""
-    if not group.get("normuon"):
-        return []
-    moments = [each.state["second_momentum_buffer"] for each in moving]
-    return [
-        torch.cat([each.reshape(-1, share.shape[1], 1) for each in share.of(moments)])
-        for share in shares
-    ]
-
-
-def _keep_moments(shares: list[_Share], moving: list[Moving], moments: list[Tensor]) -> None:
-    """Writes the averages of ``_moments_of`` to the states."""
-    for share, new in zip(shares, moments, strict=False):
-        kept = share.of([each.state["second_momentum_buffer"] for each in moving])
-        for old, part in zip(kept, new.split(share.counts), strict=True):
-            old.copy_(part.view(old.shape))
 
 
 def _write_update(group: dict[str, Any], grad: Tensor, average: Tensor, out: Tensor) -> None:
@@ -910,11 +813,6 @@ def _in_lists(sizes: dict[_Key, int], most: int) -> list[list[_Key]]:
             lists.append([])
         lists[-1].append(key)
     return lists
-
-
-def _size_of(batches: list[_Together]) -> int:
-    """The elements of the weights of batches."""
-    return sum(p.numel() for batch in batches for p in batch.weights)
 
 
 def _takes_batches_of(group: dict[str, Any], device: torch.device, dtype: torch.dtype) -> bool:

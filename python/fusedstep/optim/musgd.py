@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.matrix_steps import MuonSteps
-from fusedstep._matrix.batches import Moving
 from fusedstep._matrix.muon_groups import check_muon_options, uses_muon
 from fusedstep._matrix.second_step import Operands, SecondSteps
+from fusedstep._matrix.together import Moving
 from fusedstep._options.kinds import (
     Counts,
     Flag,
