@@ -35,20 +35,28 @@ struct CodeRegister {
   // Tables that are looked up for a register: numbers by the lowest four bits of an index.
   template <Storage kStorage, bool kSigned>
   struct Tables {
-    __m512 value_slope, value_start, slope, start;
-    __m512i last, octave[2];
-    __m512i zero, count, floor;
-    __m512 rounding;
+    __m512 value_slope, value_start, slope, start, end;
+    __m512i octave[2];
+    __m512i zero, zero_bytes, count, floor;
+    __m512 rounding, least, least_below;
 
     explicit Tables(const CodeMap& map)
         : zero(_mm512_set1_epi32(map.zero)),
+          zero_bytes(_mm512_set1_epi8(static_cast<char>(map.zero))),
           count(_mm512_set1_epi32(map.count)),
           floor(_mm512_set1_epi32(map.floor)),
           rounding(_mm512_set1_ps(map.rounding)) {
       if constexpr (kStorage == Storage::kFloat8) return;
       slope = eight(map.slope);
       start = eight(map.start);
-      last = _mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(map.last)));
+      const __m256i last = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(map.last));
+      end = _mm512_zextps256_ps512(_mm256_add_ps(_mm256_cvtepi32_ps(last), _mm256_set1_ps(0.5f)));
+      // The value of a level is a share that has it, whatever the step rounds by.
+      const auto share_of = [&](int32_t level) {
+        return _mm512_set1_ps(level == 0 ? CodeMap::kLeastShare : value_of<kStorage>(map, map.zero + level));
+      };
+      least = share_of(map.floor);
+      least_below = share_of(map.least);
       for (int half = 0; half < 2; ++half) octave[half] = octave_words(map, half * kSize);
       if constexpr (kStorage == Storage::kInt4) {
         value_start = _mm512_loadu_ps(map.value);
@@ -67,20 +75,20 @@ struct CodeRegister {
       const __m256 once = _mm256_loadu_ps(of);
       return _mm512_insertf32x8(_mm512_castps256_ps512(once), once, 1);
     }
-    // The mantissa of an exponent's threshold, all ones where it has none, above the segment below it: 15 for
-    // none.
+    // What is added to the bits of a share puts its segment in the exponent's place. Where an exponent has a
+    // threshold, mantissas beyond the threshold carry into the next segment.
     FUSEDSTEP_FN static __m512i octave_words(const CodeMap& map, int first) {
       const __m512i one = _mm512_set1_epi32(1), next = _mm512_loadu_si512(map.octave_threshold + first);
       const __m512i threshold = _mm512_castps_si512(_mm512_permutexvar_ps(next, eight(map.threshold)));
       const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
       const __m512i exponent = _mm512_add_epi32(lanes, _mm512_set1_epi32(CodeMap::kFirstExponent + first));
       const __m512i of_threshold = _mm512_srli_epi32(threshold, kMantissa);
-      const __mmask16 none = _mm512_cmpneq_epi32_mask(of_threshold, exponent);
+      const __mmask16 some = _mm512_cmpeq_epi32_mask(of_threshold, exponent);
       const __mmask16 above = _mm512_cmpge_epi32_mask(of_threshold, exponent);
-      const __m512i mantissa = _mm512_mask_mov_epi32(_mm512_slli_epi32(threshold, kAboveMantissa), none,
-                                                     _mm512_set1_epi32(-1 << kAboveMantissa));
       const __m512i segment = _mm512_mask_sub_epi32(next, above, next, one);
-      return _mm512_or_si512(mantissa, _mm512_and_si512(segment, _mm512_set1_epi32(kSize - 1)));
+      const __m512i moved = _mm512_slli_epi32(_mm512_sub_epi32(segment, exponent), kMantissa);
+      return _mm512_mask_add_epi32(moved, some, moved,
+                                   _mm512_andnot_si512(threshold, _mm512_set1_epi32(kMantissaBits)));
     }
   };
 
@@ -106,71 +114,72 @@ struct CodeRegister {
       const __m512i sign = _mm512_slli_epi32(_mm512_andnot_si512(_mm512_set1_epi32(127), code), 24);
       return _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(value), sign));
     } else {
-      const __m512i above = kSigned ? _mm512_sub_epi32(code, tables.zero) : code;
-      const __m512i level = kSigned ? _mm512_abs_epi32(above) : code;
-      const __m512i counted = kSigned ? level : _mm512_add_epi32(level, tables.count);
-      const __m512i bits = _mm512_castps_si512(_mm512_cvtepi32_ps(counted));
-      const __m512i one = _mm512_set1_epi32(kOneBits);
+      const __m512i above =
+          kSigned ? _mm512_sub_epi32(code, tables.zero) : _mm512_add_epi32(code, tables.count);
+      const __m512 counted = _mm512_cvtepi32_ps(above);
+      const __m512i bits = _mm512_castps_si512(counted), one = _mm512_set1_epi32(kOneBits);
       constexpr int kAndOr = 0xea;  // (a & b) | c
       const __m512i mantissa = _mm512_ternarylogic_epi32(bits, _mm512_set1_epi32(kMantissaBits), one, kAndOr);
-      const __m512 m = _mm512_sub_ps(_mm512_castsi512_ps(mantissa), _mm512_castsi512_ps(one));
       const __m512i segment = _mm512_srli_epi32(bits, kMantissa);
       const __m512 slope = _mm512_permutexvar_ps(segment, tables.value_slope);
       const __m512 start = _mm512_permutexvar_ps(segment, tables.value_start);
-      if constexpr (!kSigned) return _mm512_add_ps(_mm512_mul_ps(m, slope), start);
-      const __mmask16 some = _mm512_test_epi32_mask(level, level);
-      const __m512 value = _mm512_maskz_add_ps(some, _mm512_mul_ps(m, slope), start);
-      constexpr int kOrAnd = 0xf8;  // a | (b & c)
-      return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(value), above,
-                                                           _mm512_set1_epi32(~kMagnitudeBits), kOrAnd));
+      // The product of the slope and the mantissa less one, which is rounded once.
+      const __m512 product = _mm512_fmsub_ps(_mm512_castsi512_ps(mantissa), slope, slope);
+      const __m512 value = _mm512_add_ps(product, start);
+      // The smaller magnitude, with the sign of `counted`: that is zero, or at least as large as the value.
+      constexpr int kSmallerMagnitude = 0b0010;
+      return kSigned ? _mm512_range_ps(counted, value, kSmallerMagnitude) : value;
     }
   }
 
-  // Codes in 32 bits. That of the absolute maximum below zero, which no code stands for, is -1.
+  // Codes in 32 bits; of a signed map of int8 or int4 what they are below `zero`.
   template <Storage kStorage, bool kSigned>
   FUSEDSTEP_FN static __m512i code(const Tables<kStorage, kSigned>& tables, __m512 number, __m512 share) {
-    const __m512i bits = _mm512_castps_si512(number), magnitude = magnitudes(share);
-    const __m512 size = _mm512_castsi512_ps(magnitude);
-    __m512i level;
+    const __m512i bits = _mm512_castps_si512(number);
+    const auto is_positive = [&] { return _mm512_cmpgt_epi32_mask(bits, _mm512_setzero_si512()); };
+    const auto is_negative = [&] {
+      return _mm512_cmpgt_epu32_mask(bits, _mm512_set1_epi32(~kMagnitudeBits));
+    };
     if constexpr (kStorage == Storage::kFloat8) {
-      const __m512i least = _mm512_set1_epi32(kBias - kFloat8Bias + 1);
+      const __m512i magnitude = magnitudes(share), least = _mm512_set1_epi32(kBias - kFloat8Bias + 1);
       const __m512i e = _mm512_max_epi32(_mm512_srli_epi32(magnitude, kMantissa), least);
       const __m512i slope =
           _mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(2 * kBias + kFloat8Mantissa), e), kMantissa);
       const __m512i before = _mm512_slli_epi32(_mm512_sub_epi32(e, least), kFloat8Mantissa);
       const __m512 start = _mm512_add_ps(_mm512_cvtepi32_ps(before), tables.rounding);
-      level = _mm512_cvttps_epi32(_mm512_add_ps(_mm512_mul_ps(size, _mm512_castsi512_ps(slope)), start));
-    } else {
-      const __m512 at = _mm512_max_ps(size, _mm512_set1_ps(CodeMap::kLeastShare));
-      const __m512i octave = _mm512_srli_epi32(_mm512_castps_si512(at), kMantissa);
-      __m512i segment = _mm512_permutex2var_epi32(tables.octave[0], octave, tables.octave[1]);
-      const __mmask16 beyond = _mm512_cmpgt_epu32_mask(_mm512_slli_epi32(magnitude, kAboveMantissa), segment);
-      segment = _mm512_mask_add_epi32(segment, beyond, segment, _mm512_set1_epi32(1));
-      const __m512 slope = _mm512_permutexvar_ps(segment, tables.slope);
-      const __m512 start = _mm512_permutexvar_ps(segment, tables.start);
-      const __m512i last = _mm512_permutexvar_epi32(segment, tables.last);
-      level = _mm512_cvttps_epi32(_mm512_add_ps(_mm512_mul_ps(size, slope), start));
-      level = _mm512_min_epi32(level, last);
+      const __m512 product = _mm512_mul_ps(_mm512_castsi512_ps(magnitude), _mm512_castsi512_ps(slope));
+      const __m512i level = _mm512_cvttps_epi32(_mm512_add_ps(product, start));
+      if constexpr (kSigned) {
+        return _mm512_mask_add_epi32(level, is_negative(), level, _mm512_set1_epi32(1 << 7));
+      }
+      return _mm512_maskz_max_epi32(is_positive(), level, tables.floor);
     }
-    if constexpr (!kSigned && kStorage == Storage::kInt4) return level;
-    if constexpr (!kSigned) {
-      const __mmask16 positive = _mm512_cmpgt_epi32_mask(bits, _mm512_setzero_si512());
-      return _mm512_maskz_max_epi32(positive, level, tables.floor);
+    constexpr int kLargerMagnitude = 0b1011;  // without its sign
+    __m512 size = _mm512_range_ps(share, tables.least, kLargerMagnitude);
+    if constexpr (kSigned && kStorage == Storage::kInt8) {
+      size = _mm512_mask_max_ps(size, is_negative(), size, tables.least_below);
     }
-    const __mmask16 negative = _mm512_cmpgt_epu32_mask(bits, _mm512_set1_epi32(~kMagnitudeBits));
-    if constexpr (kStorage == Storage::kFloat8) {
-      return _mm512_mask_add_epi32(level, negative, level, _mm512_set1_epi32(1 << 7));
+    const __m512i octave = _mm512_srli_epi32(_mm512_castps_si512(size), kMantissa);
+    const __m512i moved = _mm512_permutex2var_epi32(tables.octave[0], octave, tables.octave[1]);
+    const __m512i segment = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(size), moved), kMantissa);
+    const __m512 slope = _mm512_permutexvar_ps(segment, tables.slope);
+    const __m512 start = _mm512_permutexvar_ps(segment, tables.start);
+    const __m512 end = _mm512_permutexvar_ps(segment, tables.end);
+    const __m512 level = _mm512_min_ps(_mm512_add_ps(_mm512_mul_ps(size, slope), start), end);
+    if constexpr (kSigned) {
+      constexpr int kOrAndNot = 0xf2;  // a | (c & ~b)
+      return _mm512_cvttps_epi32(_mm512_castsi512_ps(_mm512_ternarylogic_epi32(
+          _mm512_castps_si512(level), bits, _mm512_set1_epi32(~kMagnitudeBits), kOrAndNot)));
     }
-    if constexpr (kStorage == Storage::kInt8) {
-      level = _mm512_mask_max_epi32(level, negative, level, _mm512_set1_epi32(1));
-    }
-    const __m512i above = _mm512_add_epi32(tables.zero, level);
-    return _mm512_mask_sub_epi32(above, negative, tables.zero, level);
+    if constexpr (kStorage == Storage::kInt8) return _mm512_maskz_cvttps_epi32(is_positive(), level);
+    return _mm512_cvttps_epi32(level);
   }
-  // Codes below zero become zero.
-  template <Storage kStorage>
-  FUSEDSTEP_FN static void store_codes(__m512i code, uint8_t* codes) {
-    code = _mm512_max_epi32(code, _mm512_setzero_si512());
+  template <Storage kStorage, bool kSigned>
+  FUSEDSTEP_FN static void store_codes(const Tables<kStorage, kSigned>& tables, __m512i code,
+                                       uint8_t* codes) {
+    if constexpr (kSigned && kStorage != Storage::kFloat8) {
+      code = _mm512_max_epi32(_mm512_sub_epi32(tables.zero, code), _mm512_setzero_si512());
+    }
     if constexpr (kStorage == Storage::kInt4) {
       const __m512i pair = _mm512_or_si512(_mm512_slli_epi64(code, 4), _mm512_srli_epi64(code, 32));
       _mm_storel_epi64(reinterpret_cast<__m128i*>(codes), _mm512_cvtepi64_epi8(pair));
@@ -178,12 +187,20 @@ struct CodeRegister {
       _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), _mm512_cvtepi32_epi8(code));
     }
   }
-  template <Storage kStorage>
-  FUSEDSTEP_FN static void store_codes(const __m512i (&code)[kGroup], uint8_t* codes) {
+  template <Storage kStorage, bool kSigned>
+  FUSEDSTEP_FN static void store_codes(const Tables<kStorage, kSigned>& tables, const __m512i (&code)[kGroup],
+                                       uint8_t* codes) {
     // Within quarters of a register; then quarters are put in order.
-    const __m512i low = _mm512_packus_epi32(code[0], code[1]), high = _mm512_packus_epi32(code[2], code[3]);
+    constexpr bool kBelowZero = kSigned && kStorage != Storage::kFloat8;
+    const __m512i low = _mm512_packs_epi32(code[0], code[1]), high = _mm512_packs_epi32(code[2], code[3]);
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    const __m512i bytes = _mm512_permutexvar_epi32(order, _mm512_packus_epi16(low, high));
+    const __m512i packed = kBelowZero ? _mm512_packs_epi16(low, high) : _mm512_packus_epi16(low, high);
+    __m512i bytes = _mm512_permutexvar_epi32(order, packed);
+    // The absolute maximum below zero has no code, and gets that next to it.
+    if constexpr (kBelowZero) {
+      const __m512i zero = tables.zero_bytes;
+      bytes = _mm512_sub_epi8(zero, kStorage == Storage::kInt4 ? _mm512_min_epi8(bytes, zero) : bytes);
+    }
     if constexpr (kStorage == Storage::kInt4) {
       const __m512i pairs = _mm512_maddubs_epi16(bytes, _mm512_set1_epi16(0x0110));
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), _mm512_cvtepi16_epi8(pairs));
@@ -199,9 +216,6 @@ struct CodeRegister {
   }
   FUSEDSTEP_FN static __m512i maximum(__m512i a, __m512i b) { return _mm512_max_epi32(a, b); }
   FUSEDSTEP_FN static int32_t largest_of(__m512i a) { return _mm512_reduce_max_epi32(a); }
-
- private:
-  static constexpr int kAboveMantissa = 32 - kMantissa;
 };
 
 #elif defined(__AVX2__)
@@ -305,8 +319,8 @@ struct CodeRegister {
     const __m256i above = _mm256_sub_epi32(_mm256_xor_si256(level, sign), sign);
     return _mm256_add_epi32(repeated(map.zero), above);
   }
-  template <Storage kStorage>
-  FUSEDSTEP_FN static void store_codes(__m256i code, uint8_t* codes) {
+  template <Storage kStorage, bool kSigned>
+  FUSEDSTEP_FN static void store_codes(const Tables<kStorage, kSigned>&, __m256i code, uint8_t* codes) {
     const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(code), _mm256_extracti128_si256(code, 1));
     const __m128i bytes = _mm_packus_epi16(words, words);
     if constexpr (kStorage == Storage::kInt4) {
@@ -317,8 +331,9 @@ struct CodeRegister {
       _mm_storel_epi64(reinterpret_cast<__m128i*>(codes), bytes);
     }
   }
-  template <Storage kStorage>
-  FUSEDSTEP_FN static void store_codes(const __m256i (&code)[kGroup], uint8_t* codes) {
+  template <Storage kStorage, bool kSigned>
+  FUSEDSTEP_FN static void store_codes(const Tables<kStorage, kSigned>&, const __m256i (&code)[kGroup],
+                                       uint8_t* codes) {
     // Within halves of a register; then quarters of them are put in order.
     const __m256i low = _mm256_packus_epi32(code[0], code[1]), high = _mm256_packus_epi32(code[2], code[3]);
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
@@ -391,35 +406,48 @@ int32_t largest_magnitude(const float* x, int64_t count) {
   return largest;
 }
 
+// Numbers of a block that registers encode together, from the i-th on.
 template <Storage kStorage, bool kSigned, class Register = CodeRegister>
-void encode_block(const CodeMap& map, const CodeTables<kStorage, kSigned>& tables, const float* from,
-                  int64_t count, int32_t largest, uint8_t* codes, float& absmax) {
-  const BlockScale scale = scale_of(largest, map.top);
-  absmax = scale.absmax;
-  if (scale.inverse == 0) {
+FUSEDSTEP_FN void encode_group(const CodeTables<kStorage, kSigned>& tables, const float* from, int64_t i,
+                               float inverse, uint8_t* codes) {
+  typename Register::Bits group[Register::kGroup];
+#pragma GCC unroll 4
+  for (int k = 0; k < Register::kGroup; ++k) {
+    const auto number = Register::load(from + i + k * Register::kSize);
+    group[k] = Register::code(tables, number, Register::times(number, inverse));
+  }
+  Register::store_codes(tables, group, codes + (kStorage == Storage::kInt4 ? i / 2 : i));
+}
+
+// The numbers of a block.
+template <Storage kStorage, bool kSigned, class Register = CodeRegister>
+void encode_shares(const CodeMap& map, const CodeTables<kStorage, kSigned>& tables, const float* from,
+                   int64_t count, float inverse, uint8_t* codes) {
+  if (inverse == 0) {
     std::memset(codes, zero_byte(map), map.bytes_of(count));
     return;
   }
   int64_t i = 0;
   if constexpr (Register::kSize != 0) {
-    const auto code_at = [&](int64_t at) {
-      const auto number = Register::load(from + at);
-      return Register::code(tables, number, Register::times(number, scale.inverse));
-    };
-    const auto place = [&](int64_t at) { return codes + (kStorage == Storage::kInt4 ? at / 2 : at); };
-    for (; i + Register::kGroup * Register::kSize <= count; i += Register::kGroup * Register::kSize) {
-      typename Register::Bits group[Register::kGroup];
-#pragma GCC unroll 4
-      for (int k = 0; k < Register::kGroup; ++k) group[k] = code_at(i + k * Register::kSize);
-      Register::template store_codes<kStorage>(group, place(i));
+    constexpr int kTogether = Register::kGroup * Register::kSize;
+    for (; i + kTogether <= count; i += kTogether) {
+      encode_group<kStorage, kSigned, Register>(tables, from, i, inverse, codes);
     }
     for (; i + Register::kSize <= count; i += Register::kSize) {
-      Register::template store_codes<kStorage>(code_at(i), place(i));
+      const auto number = Register::load(from + i);
+      Register::store_codes(tables, Register::code(tables, number, Register::times(number, inverse)),
+                            codes + (kStorage == Storage::kInt4 ? i / 2 : i));
     }
   }
-  for (; i < count; ++i) {
-    put_code<kStorage>(codes, i, code_of<kStorage>(map, from[i], from[i] * scale.inverse));
-  }
+  for (; i < count; ++i) put_code<kStorage>(codes, i, code_of<kStorage>(map, from[i], from[i] * inverse));
+}
+
+template <Storage kStorage, bool kSigned>
+void encode_block(const CodeMap& map, const CodeTables<kStorage, kSigned>& tables, const float* from,
+                  int64_t count, int32_t largest, uint8_t* codes, float& absmax) {
+  const BlockScale scale = scale_of(largest, map.top);
+  absmax = scale.absmax;
+  encode_shares<kStorage, kSigned>(map, tables, from, count, scale.inverse, codes);
 }
 
 // Calls run(storage, is_signed) with constants.

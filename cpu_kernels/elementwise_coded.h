@@ -1,6 +1,7 @@
 // Runs an elementwise rule where its states are codes, or the weight keeps its value in a code: both are
 // decoded in registers. The new states of a block stay in the first-level cache until their absolute maximum
-// is known. The loop's divisions hide the decoding.
+// is known. With AVX-512 a loop steps a block and encodes the block before it, so that no loop waits for a
+// maximum.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -46,6 +47,8 @@ struct StateBlock {
   uint8_t* codes;
   float* absmax;
   float scale;
+  uint8_t* closed_codes;  // and `inverse`: of the block before
+  float inverse;
   typename CodeRegister::Bits largest;
   alignas(64) float fresh[kMost];
 
@@ -81,10 +84,24 @@ struct StateBlock {
       note(x);
     }
   }
-  void encode(int64_t count, int64_t in_registers) {
+  // Finds the block's absolute maximum. The numbers wait to be encoded until those of the next block take
+  // their place.
+  void close(int64_t count, int64_t in_registers) {
     int32_t most = CodeRegister::largest_of(largest);
     for (int64_t i = in_registers; i < count; ++i) most = std::max(most, bits_of(fresh[i]) & kMagnitudeBits);
-    encode_block<kStorage, kSigned>(map, tables, fresh, count, most, codes, *absmax);
+    const BlockScale found = scale_of(most, map.top);
+    *absmax = found.absmax;
+    inverse = found.inverse;
+    closed_codes = codes;
+    if (inverse == 0) std::fill_n(fresh, count, 0.0f);  // whose codes are those of zero
+  }
+  // Numbers of the closed block, as codes: a group from the i-th on, or all in [from, to).
+  FUSEDSTEP_FN void encode_closed_group(int64_t i) const {
+    encode_group<kStorage, kSigned>(tables, fresh, i, inverse, closed_codes);
+  }
+  void encode_closed(int64_t from, int64_t to) const {
+    encode_shares<kStorage, kSigned>(map, tables, fresh + from, to - from, inverse,
+                                     closed_codes + map.bytes_of(from));
   }
 
  private:
@@ -115,7 +132,9 @@ struct StateBlock<Storage::kPlain, kSigned> {
   FUSEDSTEP_FN void keep(int64_t i, const V& x) {
     store(first, i, x);
   }
-  void encode(int64_t, int64_t) {}
+  void close(int64_t, int64_t) {}
+  void encode_closed_group(int64_t) const {}
+  void encode_closed(int64_t, int64_t) const {}
 };
 
 // Float32 weights, whose values are read and kept as those in a code are.
@@ -146,7 +165,13 @@ FUSEDSTEP_FN void by_form(WeightCode code, Run run) {
 
 template <class Rule, Storage kStorage, size_t... kState>
 void update_blocks(const Span& span, std::index_sequence<kState...>) {
-  using Group = typename Groups<float, float>::template Type<registers_at_once<Rule>(Reach::kNear)>;
+  // Conversions leave the divider time for all roots.
+  constexpr int kRegisters = registers_at_once<Rule>(Reach::kNear);
+  using Of = Groups<float, float>;
+  using Group = std::conditional_t<kStorage == Storage::kPlain, typename Of::template Type<kRegisters>,
+                                   typename Of::template Divided<kRegisters>>;
+  constexpr bool kAlong = kRegisterBytes == 64;  // with AVX2 registers do not suffice for both
+  constexpr int kTogether = kAlong ? CodeRegister::kGroup * CodeRegister::kSize : Group::size();
   const auto scalars = *static_cast<const typename Rule::template Scalars<float>*>(span.scalars);
   const auto grad_factor = static_cast<float>(span.grad_factor);
   const void* const grad = span.operand[kGrad];
@@ -183,24 +208,38 @@ void update_blocks(const Span& span, std::index_sequence<kState...>) {
     (std::get<kState>(states).template prefetch<Group>(i, ahead), ...);
   };
   const int64_t block = kStorage == Storage::kPlain ? kTileElements : span.coded[0].map->block,
-                groups_until = Groups<float, float>::are_exact() ? block : 0;
+                groups_until = kStorage != Storage::kPlain || Of::are_exact() ? block : 0;
+  bool waits = false;  // a closed block, to be encoded
+  int64_t count = 0;
   for (int64_t begin = 0; begin < span.count; begin += block) {
-    const int64_t count = std::min(block, span.count - begin), end = std::min(count, groups_until);
+    count = std::min(block, span.count - begin);
+    const int64_t end = std::min(count, groups_until);
     (std::get<kState>(states).go_to(span, kState, begin), ...);
     weight.range = key_of_range(span.draws, static_cast<uint64_t>(span.first + begin));
     weight.first = static_cast<uint32_t>(span.first);
     int64_t i = 0;
-    for (; i + Group::size() <= end; i += Group::size()) {
-      prefetch(begin, i);
-      update_at(static_cast<Group*>(nullptr), begin, i);
+    for (; i + kTogether <= end; i += kTogether) {
+      if (waits) (std::get<kState>(states).encode_closed_group(i), ...);
+#pragma GCC unroll 4
+      for (int k = 0; k < kTogether; k += Group::size()) {
+        prefetch(begin, i + k);
+        update_at(static_cast<Group*>(nullptr), begin, i + k);
+      }
     }
+    if (waits && i < block) (std::get<kState>(states).encode_closed(i, block), ...);
     for (; i + Pack<float>::size() <= count; i += Pack<float>::size()) {
       update_at(static_cast<Pack<float>*>(nullptr), begin, i);
     }
     [[maybe_unused]] const int64_t in_registers = i;
     for (; i < count; ++i) update_at(static_cast<float*>(nullptr), begin, i);
-    (std::get<kState>(states).encode(count, in_registers), ...);
+    (std::get<kState>(states).close(count, in_registers), ...);
+    if constexpr (kAlong) {
+      waits = true;
+    } else {
+      (std::get<kState>(states).encode_closed(0, count), ...);
+    }
   }
+  if (waits) (std::get<kState>(states).encode_closed(0, count), ...);
 }
 
 // Steps states in codes, and weights that keep their value in a code.

@@ -17,6 +17,8 @@ struct Groups {
   using Type = Pack<typename Codec<typename StoredOf<Weight>::Type>::Compute>;
   template <int kRegisters>
   using InOrder = Type<kRegisters>;
+  template <int kRegisters>
+  using Divided = Type<kRegisters>;
   static constexpr bool kExist = false;
   FUSEDSTEP_FN static constexpr bool are_exact() { return true; }
 };
@@ -27,11 +29,10 @@ struct Groups {
 // registers in turn.
 enum class Order { kBehind, kBeside };
 
-// Half of its roots avoid the divider, which would otherwise bound a loop.
-template <Order kOrder, int kRegisters>
+// The roots of kEstimated registers avoid the divider, which would otherwise bound a loop.
+template <Order kOrder, int kRegisters, int kEstimated = kRegisters / 2>
 struct PackGroup {
   using Number = float;
-  static constexpr int kEstimated = kRegisters / 2;
   Pack<float> part[kRegisters];
 
   static constexpr int size() { return kRegisters * Pack<float>::size(); }
@@ -95,7 +96,9 @@ struct PackGroup {
     constexpr int kDivider = kRegisters - kEstimated;
 #pragma GCC unroll 4
     for (int k = 0; k < kDivider; ++k) root.part[k] = square_root(a.part[k]);
-    estimated_square_roots<kEstimated>(a.part + kDivider, root.part + kDivider);
+    if constexpr (kEstimated != 0) {
+      estimated_square_roots<kEstimated>(a.part + kDivider, root.part + kDivider);
+    }
     return root;
   }
   FUSEDSTEP_FN friend PackGroup maximum(const PackGroup& a, const PackGroup& b) {
@@ -123,6 +126,8 @@ requires(!std::is_same_v<Weight, double>) struct Groups<Weight, State> {
   using Type = PackGroup<kAllBf16 ? Order::kBeside : Order::kBehind, kRegisters>;
   template <int kRegisters>
   using InOrder = PackGroup<Order::kBehind, kRegisters>;  // for sums by lanes
+  template <int kRegisters>
+  using Divided = PackGroup<Order::kBehind, kRegisters, 0>;  // exact in every rounding mode
   static constexpr bool kExist = true;
   FUSEDSTEP_FN static bool are_exact() { return estimated_roots_are_exact(); }
 };

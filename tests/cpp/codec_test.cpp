@@ -14,6 +14,7 @@
 
 #include "fusedstep/isa.h"
 #include "src/plan/code_maps.h"
+#include "src/run/dispatch.h"
 #include "tests/cpp/model.h"
 
 namespace fusedstep::test {
@@ -339,6 +340,66 @@ TEST(CodesOfStepsTest, NoPositiveSecondMomentIsBelowTheFloor) {
       }
     }
   });
+}
+
+// Numbers of both signs beside each border between two levels, beside each level and of each exponent, in
+// blocks that begin with the absolute maximum.
+std::vector<float> numbers_at_borders(const CodeMap& map, float absmax) {
+  std::vector<float> shares;
+  for (const float threshold : map.threshold) shares.push_back(threshold);
+  for (int code = 0; code < (map.storage == Storage::kInt4 ? 16 : 256); ++code) {
+    by_storage(map.storage, [&]<Storage kStorage>(StorageIs<kStorage>) {
+      shares.push_back(std::abs(value_of<kStorage>(map, code)) / map.top);
+    });
+  }
+  for (int exponent = -149; exponent <= 0; ++exponent) shares.push_back(std::ldexp(1.0f, exponent));
+  std::vector<float> numbers;
+  const auto add = [&](float number) {
+    if (numbers.size() % map.block == 0) numbers.push_back(absmax);
+    numbers.push_back(number);
+  };
+  for (const float share : shares) {
+    if (!(share <= 1)) continue;
+    const int32_t middle = fusedstep::bits_of(share * absmax);
+    for (int32_t bits = std::max(middle - 8, 0); bits <= middle + 8; ++bits) {
+      const float number = std::min(from_bits(bits), absmax);
+      add(number);
+      add(-number);
+    }
+  }
+  numbers.resize(numbers.size() - numbers.size() % 64 + 37);  // groups of registers, registers and elements
+  return numbers;
+}
+
+TEST(CodesOfStepsTest, RegistersOfEveryInstructionSetFindTheCodesOfElements) {
+  for (const CodeMap& map : code_maps()) {
+    for (const float rounding : {CodeMap::kToNearest, 0x1p-12f, 0.37f, 1 - 0x1p-12f}) {
+      const CodeMap by = rounding_by(map, rounding);
+      for (const float absmax : {1.0f, 0.7f, 3e-9f}) {
+        const std::vector<float> numbers = numbers_at_borders(map, absmax);
+        const auto count = static_cast<int64_t>(numbers.size());
+        const float inverse = scale_of(fusedstep::bits_of(absmax), map.top).inverse;
+        for (const std::string& isa : isas()) {
+          const ForcedIsa forced(isa);
+          std::vector<uint8_t> codes(map.bytes_of(count));
+          std::vector<float> maxima(map.blocks_of(count)), values(count);
+          const CodedState state{&map, maxima.data()};
+          kernels().encode(state, rounding, numbers.data(), 0, count, codes.data());
+          kernels().decode(state, codes.data(), 0, count, values.data());
+          by_storage(map.storage, [&]<Storage kStorage>(StorageIs<kStorage>) {
+            for (int64_t i = 0; i < count; ++i) {
+              const int byte = codes[i / map.elements_per_byte()];
+              const int code = kStorage != Storage::kInt4 ? byte : i % 2 == 0 ? byte >> 4 : byte & 15;
+              ASSERT_EQ(code, code_of<kStorage>(by, numbers[i], numbers[i] * inverse))
+                  << isa << ", " << numbers[i] << " of " << absmax << ", rounding " << rounding;
+              const float value = value_of<kStorage>(map, code) * (absmax / map.top);
+              ASSERT_EQ(bits_of(values[i]), bits_of(value)) << isa << ", code " << code;
+            }
+          });
+        }
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -322,6 +322,36 @@ def test_a_scaler_divides_and_skips(case, kind):
 
 
 @CODED
+@pytest.mark.parametrize("case", [c for c in WITH_STATES if c.elementwise], ids=str)
+def test_blocks_do_not_depend_on_the_block_before(case, kind):
+    """Zeros, small and large numbers, one that is infinite, and a block that is not whole."""
+    block = MAPS[kind, True][1]
+    scales = (0, 1, 1e-6, math.inf, 1, 0, 0, math.inf, 1e6)
+    for rest in (0, 1, block // 2, block - 1):
+        shape = (len(scales) * 4 * block + rest,)
+
+        def found(shape=shape):
+            (param,) = params = as_parameters(make_weights([shape], torch.float32))
+            optimizer = case.build(params, state_dtype=kind)
+            for step in (1, 2):
+                (param.grad,) = make_gradients([shape], torch.float32, step)
+                for i, part in enumerate(param.grad.split(block)):
+                    scale = scales[i % len(scales)]
+                    if math.isinf(scale):
+                        part[i % len(part)] = scale if step == 2 else 0
+                    else:
+                        part.mul_(scale)
+                optimizer.step()
+            return contents(optimizer)
+
+        with forced_isa("base"), threads(1):
+            expected = found()
+        for isa in fusedstep.isas():
+            with forced_isa(isa), threads(1):
+                assert_same_contents(found(), expected, f"{isa}, {rest}:")
+
+
+@CODED
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("case", [c for c in WITH_STATES if c.elementwise], ids=str)
 def test_a_number_that_is_none_damages_its_block_only(case, bad, kind):
