@@ -23,7 +23,6 @@ from fusedstep._matrix.muon_groups import (
     norm_dtype,
     ns_dtype_of,
     parts_of,
-    rows_shape,
     to_divisors,
     uses_muon,
     why_no_matrix,
@@ -75,13 +74,6 @@ class MuonSteps(MatrixBatches):
 
     def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
         return super()._rule_options(self._as_other(group))
-
-    @classmethod
-    def _state_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size] | None:
-        if not (uses_muon(group) and group.get("normuon")):
-            return None
-        shapes = weight.shape, rows_shape(group, weight)
-        return dict(zip(cls._state_names(group), shapes, strict=True))
 
     @classmethod
     def _possible_names(cls, group: dict[str, Any]) -> tuple[str, ...]:

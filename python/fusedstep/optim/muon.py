@@ -8,7 +8,14 @@ from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.matrix_steps import MuonSteps
-from fusedstep._matrix.muon_groups import MUON, MUON_OWN, as_adamw, check_muon_options, uses_muon
+from fusedstep._matrix.muon_groups import (
+    MUON,
+    MUON_OWN,
+    as_adamw,
+    check_muon_options,
+    rows_shape,
+    uses_muon,
+)
 from fusedstep._options.kinds import Options, check_ranges
 from fusedstep._options.shared import SHARED
 from fusedstep._state.kinds import State, States, plain
@@ -225,6 +232,13 @@ class Muon(MuonSteps, Adam):
         if not uses_muon(group):
             return cls._states[2:]
         return cls._states[: 2 if group.get("normuon") else 1]
+
+    @classmethod
+    def _state_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size] | None:
+        if not (uses_muon(group) and group.get("normuon")):
+            return None
+        shapes = weight.shape, rows_shape(group, weight)
+        return dict(zip(cls._state_names(group), shapes, strict=True))
 
     @classmethod
     def _lasting_names(cls, group: dict[str, Any]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.matrix_steps import MuonSteps
-from fusedstep._matrix.muon_groups import check_muon_options, uses_muon
+from fusedstep._matrix.muon_groups import MUON_OWN, check_muon_options, uses_muon
 from fusedstep._matrix.second_step import Operands, SecondSteps
 from fusedstep._matrix.together import Moving
 from fusedstep._options.kinds import (
@@ -32,16 +32,6 @@ from fusedstep.optim.sgd import SGD
 
 __all__ = ["MuSGD"]
 
-#: Muon's options that are always the same here.
-_FIXED: dict[str, Any] = {
-    "ns_coefficients": "quintic",
-    "ns_steps": 5,
-    "eps": 1e-7,
-    "adds_eps": True,
-    "adjust_lr_fn": None,
-    "stacked": False,
-}
-
 #: Options that a group has only where they were set.
 _UNSET: Options = {
     "muon": Number(unset=0.5),
@@ -52,6 +42,18 @@ _UNSET: Options = {
 }
 
 _MUSGD_OWN = named_values(_UNSET, "unset")
+
+#: Muon's options that are always the same here. A group may have keys of these names that are the
+#: user's own.
+_FIXED: dict[str, Any] = {
+    **{name: value for name, value in MUON_OWN.items() if name not in {"use_muon", *_UNSET}},
+    "ns_coefficients": "quintic",
+    "ns_steps": 5,
+    "eps": 1e-7,
+    "adds_eps": True,
+    "adjust_lr_fn": None,
+    "stacked": False,
+}
 
 _SGD_BUFFER = "momentum_buffer_SGD"
 

@@ -1,6 +1,7 @@
 """MuSGD: its maths against float64, its parts against SGD, and dictionaries of the original."""
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -188,6 +189,26 @@ def test_a_group_has_factors_of_its_own():
     usual, _ = by_reference(shapes, **WITH_MOMENTUM)
     own, _ = by_reference(shapes, muon=0.25, sgd_factor=2.0, **WITH_MOMENTUM)
     assert_moved_alike(found, [usual[0], own[1]], parameters(shapes), 1e-4)
+
+
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize(
+    "own",
+    [{"rank_fraction": 0.5}, {"split_heads": 2}, {"normuon": True}, {"cautious_decay": "no"}],
+    ids=str,
+)
+def test_options_of_muon_alone_are_the_users_own_keys(own, fused):
+    built = [
+        trained([(24, 8)], fused=fused, **WITH_MOMENTUM, build=functools.partial(in_group, keys))
+        for keys in ({}, own)
+    ]
+    assert_same_bits(*(params[0] for params, _ in built), "weights")
+    first, second = (optimizer.state[params[0]] for params, optimizer in built)
+    assert {name: x.shape for name, x in first.items()} == {n: x.shape for n, x in second.items()}
+
+
+def in_group(keys, params, **options):
+    return optim.MuSGD([{"params": params, "use_muon": True} | keys], lr=0.02, **options)
 
 
 def test_factors_are_attributes_as_the_originals():
