@@ -516,10 +516,7 @@ class MatrixBatches(ImperativeTwin):
         for x, each, own, new in zip(sums, chosen, taken, decayed, strict=True):
             each.take(x, own)
             each.put(x, torch.mul(own, float(group["momentum"]), out=new))
-        found = self._orthogonal_together(group, taken)
-        if found[0].dtype is dtype:
-            return found
-        return [new.copy_(x) for new, x in zip(decayed, found, strict=True)]
+        return [x.to(dtype) for x in self._orthogonal_together(group, taken)]
 
     def _orthogonal_together(self, group: dict[str, Any], updates: list[Tensor]) -> list[Tensor]:
         """As ``_orthogonal``: by one chain of products where the native engine takes all."""
