@@ -43,15 +43,14 @@ inline void finish_wide(const LowRankProduct& product, const float* sums, int64_
   const int64_t row = i * kBlockSide, column = j * kBlockSide;
   const int64_t rows = std::min(product.rows - row, kBlockSide);
   const int64_t columns = std::min(product.columns - column, kBlockSide);
+  const float alpha = product.alpha, beta = product.beta;
   for (int64_t r = 0; r < rows; ++r) {
-    float* const to = product.c + (row + r) * product.c_stride + column;
-    const float* const sum = sums + r * kBlockSide;
-    if (product.beta == 0) {
-      for (int64_t c = 0; c < columns; ++c) to[c] = product.alpha * sum[c];
+    float* __restrict const to = product.c + (row + r) * product.c_stride + column;
+    const float* __restrict const sum = sums + r * kBlockSide;
+    if (beta == 0) {
+      for (int64_t c = 0; c < columns; ++c) to[c] = alpha * sum[c];
     } else {
-      for (int64_t c = 0; c < columns; ++c) {
-        to[c] = __builtin_fmaf(product.beta, to[c], product.alpha * sum[c]);
-      }
+      for (int64_t c = 0; c < columns; ++c) to[c] = __builtin_fmaf(beta, to[c], alpha * sum[c]);
     }
   }
 }
