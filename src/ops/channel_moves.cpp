@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "src/ops/native_plan.h"
@@ -53,20 +54,14 @@ void plan_channels(int64_t plan, const Tensors& lows, const Tensors& updates,
   native->moves = std::make_unique<ChannelMoves>(low, update, std::move(known));
 }
 
-Elements elements_of_view(const TensorView& tensor) {
-  const auto* const begin = static_cast<const char*>(tensor.data);
-  return {begin, begin + span_bytes(tensor), element_size(tensor.dtype), tensor.sizes, tensor.strides};
-}
-
 void check_apart(const std::vector<TensorView>& weights) {
   std::vector<Elements> elements;
   for (const TensorView& weight : weights) {
     check(!overlaps_itself(weight.sizes, weight.strides),
           "a weight overlaps itself in memory; clone() it first");
-    elements.push_back(elements_of_view(weight));
+    elements.push_back(elements_in_memory(weight));
   }
-  std::ranges::sort(elements, {}, &Elements::begin);
-  check(!find_sharing(elements), "weights share memory");
+  check_none_shared(std::move(elements));
 }
 
 // Returns how many float64 numbers of memory the step needs.

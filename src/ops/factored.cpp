@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "src/ops/native_plan.h"
@@ -127,11 +128,6 @@ FactoredTensor checked_tensor(size_t i, const TensorView& weight, const TensorVi
   return tensor;
 }
 
-Elements elements_in_memory(const TensorView& tensor) {
-  const auto* const begin = static_cast<const char*>(tensor.data);
-  return {begin, begin + span_bytes(tensor), element_size(tensor.dtype), tensor.sizes, tensor.strides};
-}
-
 void check_apart(const std::vector<TensorView>& weights, const std::vector<TensorView>& grads) {
   std::vector<Elements> elements;
   for (size_t i = 0; i < weights.size(); ++i) {
@@ -141,9 +137,7 @@ void check_apart(const std::vector<TensorView>& weights, const std::vector<Tenso
       refuse(i, "the gradient shares memory with the weight");
     }
   }
-  std::sort(elements.begin(), elements.end(),
-            [](const Elements& a, const Elements& b) { return a.begin < b.begin; });
-  check(!find_sharing(elements), "weights share memory");
+  check_none_shared(std::move(elements));
 }
 
 // Checks of what lists of weights that are stepped apart have to be together.

@@ -281,6 +281,16 @@ void drop_plan(int64_t handle) {
   }
 }
 
+Elements elements_in_memory(const TensorView& tensor) {
+  const auto* const begin = static_cast<const char*>(tensor.data);
+  return {begin, begin + span_bytes(tensor), element_size(tensor.dtype), tensor.sizes, tensor.strides};
+}
+
+void check_none_shared(std::vector<Elements> weights) {
+  std::ranges::sort(weights, {}, &Elements::begin);
+  check(!find_sharing(weights), "weights share memory");
+}
+
 Tensor new_device_memory(size_t bytes, int device) {
   const auto size = static_cast<int64_t>(bytes), stride = int64_t{1};
   AtenTensorHandle handle = nullptr;
