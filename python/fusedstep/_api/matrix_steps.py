@@ -130,7 +130,8 @@ class MuonSteps(MatrixBatches):
             return super()._formula(group, weight, grad, state)
         lr, momentum = float(group["lr"]), float(group["momentum"])
         if has_choice(group):
-            average = update = state["momentum_buffer"] + grad
+            average = state["momentum_buffer"] + grad
+            update = average.clone()  # its chosen rows decay
         else:
             average = state["momentum_buffer"].lerp(grad, 1 - momentum)
             update = grad.lerp(average, momentum) if group["nesterov"] else average
@@ -146,7 +147,7 @@ class MuonSteps(MatrixBatches):
             x = _iterated(group, chosen.take(matrices) if chosen else matrices)
             if group.get("normuon"):
                 kept = part.of(state["second_momentum_buffer"])
-                moments = kept.reshape(*part.form[:2], 1)
+                moments = kept.reshape(*part.form[:2], 1).clone()
                 own = chosen.take(moments) if chosen else moments
                 _normalize_rows(x, own, beta2_of(group))
                 kept.copy_((chosen.put(moments, own) if chosen else own).view(kept.shape))

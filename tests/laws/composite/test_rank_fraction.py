@@ -95,9 +95,10 @@ def test_steps_as_the_reference(options, reference, device, fused):
             {"split_sizes": (8, 2, 2)},
             lambda w: [block for each in w for block in each.split((8, 2, 2))],
         ),
+        ((1, 12, 8), {"split_sizes": (8, 2, 2)}, lambda w: w[0].split((8, 2, 2))),
         ((3, 8, 12), {"stacked": False}, lambda w: [w.view(3, 96)]),
     ],
-    ids=["heads", "sizes", "sizes of a stack", "flattened"],
+    ids=["heads", "sizes", "sizes of a stack", "sizes of a stack of one", "flattened"],
 )
 @pytest.mark.parametrize("normuon", [False, True])
 def test_rows_are_those_of_each_matrix(shape, option, blocks, normuon, fused):

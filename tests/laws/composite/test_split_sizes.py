@@ -16,8 +16,8 @@ DEVICES = ("cpu", pytest.param("cuda", marks=NEEDS_GPU))
 
 SIZES = (24, 8, 8)
 
-#: Their parts are [24, …] and [8, …]. Muon takes the last for a stack; see `dim_of_rows`.
-SHAPES = ((40, 24), (40, 24), (40, 16), (40, 2, 3, 4), (2, 40, 8))
+#: Their parts are [24, …] and [8, …]. Muon takes the last two for stacks; see `dim_of_rows`.
+SHAPES = ((40, 24), (40, 24), (40, 16), (40, 2, 3, 4), (2, 40, 8), (1, 40, 8))
 
 
 def dim_of_rows(shape):
@@ -44,7 +44,7 @@ def trained(cls, params, grads, **options):
 
 def assert_parts_step_as_weights(cls, device="cpu", dtype=torch.float32, bound=1e-5, **options):
     """Steps weights of several parts, and the parts as weights of their own."""
-    shapes = SHAPES if cls is optim.Muon else SHAPES[:-1]
+    shapes = SHAPES if cls is optim.Muon else SHAPES[:-2]
     start = [p.detach().to(device) for p in parameters(shapes, dtype)]
     generator = torch.Generator().manual_seed(1)
     grads = [[torch.randn(s, generator=generator).to(device, dtype) for s in shapes] for _ in "123"]
