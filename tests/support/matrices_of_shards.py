@@ -316,6 +316,7 @@ def values_and_states_of_few_bytes_are_kept(here):
     for dtype, options in (
         (torch.bfloat16, {"master_weights": True}),
         (torch.bfloat16, {"master_weights": "split"}),
+        (torch.bfloat16, {"master_weights": "split", "fused": False}),
         (torch.bfloat16, {"rounding": "kahan"}),
         (torch.bfloat16, {"state_dtype": torch.float32}),
         (torch.float32, {"fused": False}),

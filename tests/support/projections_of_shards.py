@@ -125,7 +125,8 @@ def options_of_a_projected_step_are_those_of_the_whole(here):
 
 def projected_shards_of_few_bytes_are_near_the_whole(here):
     rows = [([(24, 40), (40, 24)], Shard(0)), ([(24, 40), (40, 24)], Shard(1))]
-    kept = ({"master_weights": True}, {"master_weights": "split"}, {"rounding": "kahan"}, {})
+    split = {"master_weights": "split"}
+    kept = ({"master_weights": True}, split, split | {"fused": False}, {"rounding": "kahan"}, {})
     for cls in (optim.GaLoreAdamW, optim.APOLLOAdamW):
         for dtype, bound, ways in (
             (torch.float32, 1e-5, ({},)),

@@ -374,9 +374,12 @@ def whole_of(tensor: Any) -> Tensor:
     """All of a tensor of which this process has a part."""
     mesh, placements = spread_of(tensor)
     part = local(tensor).to(mesh.device_type)
+    if is_int16 := part.dtype is torch.int16:  # which gloo and NCCL do not send
+        part = part.view(torch.bfloat16)
     sizes = {"shape": tensor.shape, "stride": tensor.stride()}
     found = type(tensor).from_local(part, mesh, placements, run_check=False, **sizes)
-    return found.full_tensor().to(tensor.device)
+    whole = found.full_tensor().to(tensor.device)
+    return whole.view(torch.int16) if is_int16 else whole
 
 
 def part_of(whole: Tensor, cut: Cut) -> Tensor:
