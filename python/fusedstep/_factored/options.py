@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from fusedstep._options.kinds import (
     Flag,
     Number,
@@ -119,7 +121,7 @@ def check_adafactor_options(options: dict[str, Any]) -> None:
     ):
         if value is None and name == "eps[0]":
             continue
-        check_number(name, value)
+        _check_one_number(name, value)
         if not value >= least:
             raise ValueError(f"{text} but is: {value}")
     check_number("beta2_decay", options["beta2_decay"])
@@ -140,8 +142,15 @@ def check_adafactor_options(options: dict[str, Any]) -> None:
         raise ValueError("max_relative_step is lr with variant='torch': give lr")
 
 
+def _check_one_number(name: str, value: Any) -> None:
+    check_number(name, value)
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"Tensor {name} must be 1-element")
+
+
 def check_given_lr(options: dict[str, Any]) -> None:
     """Raises if a constructor is given an lr that no step would read, as transformers' class."""
+    _check_one_number("lr", options["lr"])
     if options["lr"] != LR and not reads_lr(options):
         raise ValueError(
             "lr is not read by relative steps of variant='transformers': give max_relative_step "

@@ -303,6 +303,20 @@ def test_an_lr_that_changes_in_place_is_checked_at_each_step():
     assert torch.equal(weight, before)
 
 
+@pytest.mark.parametrize("variant", ["torch", "transformers"])
+def test_an_lr_of_two_elements_is_an_error_that_names_it(variant):
+    lr = torch.tensor([0.1, 0.2])
+    (weight,) = make_weights([(4, 3)], torch.float32)
+    with pytest.raises(ValueError, match="Tensor lr must be 1-element"):
+        optim.Adafactor([weight], lr=lr, variant=variant)
+    optimizer = steps_of([weight], 2)
+    before = weight.clone()
+    optimizer.param_groups[0]["lr"] = lr
+    with pytest.raises(ValueError, match="Tensor lr must be 1-element"):
+        optimizer.step()
+    assert torch.equal(weight, before)
+
+
 def test_an_lr_below_0_is_an_error_of_a_repeated_step_too():
     weights = make_weights(SHAPES, torch.float32)
     optimizer = steps_of(weights, 3)
