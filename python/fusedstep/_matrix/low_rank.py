@@ -97,6 +97,8 @@ class LowRankSteps(LowRankGroups):
             is_known = self._is_known(group, weights, grads)
             if is_known or scratch.kind == self._kind(group, weights):
                 try:
+                    if not is_known:
+                        self._has_sparse(group, grads)  # raises them
                     self._check_composite(group, weights, grads, is_known)
                 except RuntimeError as error:
                     raise with_name(error, place[0], group, weights) from None

@@ -102,11 +102,7 @@ class BindsGroups(Owner):
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> Plan | None:
         """The native plan of a group's weights; None where the imperative twin updates them."""
-        sparse = any(grad.layout is not torch.strided for grad in grads)
-        if sparse and (error := self._sparse_error(group)):
-            if any(grad.is_nested for grad in grads):
-                error = f"{type(self).__name__} does not support nested tensors as gradients"
-            raise RuntimeError(error)
+        sparse = self._has_sparse(group, grads)
         native, store = self._is_native(group, weights, grads), self._store
         if not native and not self._is_composite(group):
             self._rehearse(group, weights, grads)  # before a state begins at such an option
@@ -133,6 +129,15 @@ class BindsGroups(Owner):
             rule=self._rule,
             takes_norm=self._plan_takes_norm,
         )
+
+    def _has_sparse(self, group: dict[str, Any], grads: list[Tensor]) -> bool:
+        """Returns whether gradients are sparse; raises them if the class takes none."""
+        sparse = any(grad.layout is not torch.strided for grad in grads)
+        if sparse and (error := self._sparse_error(group)):
+            if any(grad.is_nested for grad in grads):
+                error = f"{type(self).__name__} does not support nested tensors as gradients"
+            raise RuntimeError(error)
+        return sparse
 
     def _slots(
         self, group: dict[str, Any], weights: list[Tensor], states: list[dict[str, Tensor]]

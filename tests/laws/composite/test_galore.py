@@ -350,11 +350,15 @@ def test_float16_on_a_cpu_takes_the_formula_unless_asked(fused):
     assert bool(optimizer._scratch) == (fused is True)
 
 
-def test_sparse_gradients_are_refused():
-    optimizer = optim.GaLoreAdamW(groups())
-    weight = optimizer.param_groups[1]["params"][0]
+@pytest.mark.parametrize("cls", [optim.GaLoreAdamW, optim.APOLLOAdamW])
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("group", [0, 1])
+def test_sparse_gradients_are_refused(group, steps, cls):
+    optimizer = cls(groups())
+    run(optimizer, range(steps))
+    weight = optimizer.param_groups[group]["params"][0]
     weight.grad = torch.zeros_like(weight).to_sparse()
-    with pytest.raises(RuntimeError, match="GaLoreAdamW does not support sparse gradients"):
+    with pytest.raises(RuntimeError, match=rf"{cls.__name__} does not support sparse gradients"):
         optimizer.step()
 
 
