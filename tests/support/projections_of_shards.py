@@ -140,6 +140,19 @@ def projected_shards_of_few_bytes_are_near_the_whole(here):
                     )
 
 
+def projected_shards_without_elements_are_stepped_in_high_precision(here):
+    rows = [([(1, 12), (12, 8)], Shard(0)), ([(12, 1), (12, 8)], Shard(1)), ([(1, 7)], Shard(0))]
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        for cls in (optim.GaLoreAdamW, optim.APOLLOAdamW):
+            for side in ("left", "right"):
+                found = Projected(here, rows, cls, torch.float32, proj_type=side).step(STEPS)
+                found.assert_alike(f"{cls.__name__}, {side}", 1e-2, 1e-2)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def a_mesh_with_copies_takes_projected_shards(here):
     for sizes in ((PROCESSES, 1), (1, PROCESSES)):
         mesh = here.mesh(*sizes)
@@ -363,6 +376,7 @@ WORKS = (
     each_kind_of_projected_cut_is_stepped_alone,
     options_of_a_projected_step_are_those_of_the_whole,
     projected_shards_of_few_bytes_are_near_the_whole,
+    projected_shards_without_elements_are_stepped_in_high_precision,
     a_mesh_with_copies_takes_projected_shards,
     each_basis_is_made_once,
     memory_of_moments_is_shared_out,

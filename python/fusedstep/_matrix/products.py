@@ -83,8 +83,17 @@ def _take_together(
     precision = _PRECISIONS.index(torch.get_float32_matmul_precision())
     if out[0].dtype is not torch.float32 or (out[0].is_cpu and precision == 0):
         return False
-    a, b = (list(factors) for factors in zip(*pairs, strict=True))
-    return torch.ops.fusedstep.low_rank_products.default(a, b, out, alpha, beta, precision)
+    some: list[int] = []
+    empty: list[int] = []  # such as those of a shard without elements
+    for index, (a, b) in enumerate(pairs):
+        (some if a.numel() and b.numel() else empty).append(index)
+    operands = *map(list, zip(*pairs, strict=True)), out, alpha, beta
+    taken = [[of_all[index] for index in some] for of_all in operands]
+    if not (some and torch.ops.fusedstep.low_rank_products.default(*taken, precision)):
+        return False
+    for index in empty:
+        out[index].addmm_(*pairs[index], beta=beta[index], alpha=alpha[index])
+    return True
 
 
 def in_tf32(matrix: Tensor, count: int) -> Tensor:

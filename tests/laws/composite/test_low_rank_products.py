@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from fusedstep._matrix.products import add_back_all, project_all
+from fusedstep._matrix.projection import LEFT
 from fusedstep._native import ops
 
 needs_hopper = pytest.mark.skipif(
@@ -160,3 +162,30 @@ def test_wrong_operands_are_refused():
         take([(a, b, c)], [], [0.0], HIGH)
     with pytest.raises(RuntimeError, match="precision must be 0"):
         take([(a, b, c)], [1.0], [0.0], 3)
+
+
+@pytest.mark.parametrize(
+    ("device", "precision"),
+    [
+        pytest.param("cuda", "highest", marks=needs_hopper),
+        ("cpu", "high"),
+        ("cpu", "medium"),
+    ],
+)
+def test_weights_without_elements_are_stepped_beside_others(device, precision):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        grads = [torch.randn(shape, device=device) for shape in ((8, 12), (0, 12), (16, 12))]
+        from_left = [{LEFT: torch.randn(len(grad), 4, device=device)} for grad in grads]
+        low = [torch.full((4, 12), torch.nan, device=device) for _ in grads]
+        project_all(grads, from_left, low, None, 1.0)
+        for found, grad, bases in zip(low, grads, from_left, strict=True):
+            torch.testing.assert_close(found, bases[LEFT].t() @ grad, rtol=2e-2, atol=0.2)
+        assert not low[1].any()  # this process's part of a sum
+        weights = list(map(torch.zeros_like, grads))
+        if add_back_all(weights, low, from_left, 0.5, 2.0):
+            for weight, found, bases in zip(weights, low, from_left, strict=True):
+                torch.testing.assert_close(weight, 2 * bases[LEFT] @ found, rtol=2e-2, atol=0.5)
+    finally:
+        torch.set_float32_matmul_precision(before)
