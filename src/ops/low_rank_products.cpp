@@ -57,6 +57,7 @@ bool multiply(const Tensors& a, const Tensors& b, const Tensors& c, const std::v
   if (count == 0) return true;
   const int device = view(c[0], "c").device;
   std::vector<LowRankProduct> products;
+  std::vector<Elements> results;
   products.reserve(count);
   bool are_taken = true;
   for (size_t i = 0; i < count; ++i) {
@@ -77,8 +78,11 @@ bool multiply(const Tensors& a, const Tensors& b, const Tensors& c, const std::v
     product.alpha = static_cast<float>(alpha[i]);
     product.beta = static_cast<float>(beta[i]);
     products.push_back(product);
+    results.push_back(elements_in_memory(view(c[i], "c")));
   }
-  if (!are_taken) return false;
+  // Of results that share memory each has to be there before the next.
+  std::ranges::sort(results, {}, &Elements::begin);
+  if (!are_taken || find_sharing(results)) return false;
   const auto known = static_cast<ProductPrecision>(precision);
   return device == kHost ? take_low_rank_products(products, known, num_threads())
                          : low_rank_products(device, products, known);

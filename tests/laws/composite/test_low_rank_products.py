@@ -124,6 +124,8 @@ def changed(name):
         products[1] = a, b, torch.empty(c.numel() + 1, device="cuda")[1:].view(c.shape)
     elif name == "odd side":
         products[1] = a, b[:, :-1], c[:, :-1]
+    elif name == "shared results":
+        products.append((a[1:], b, c[1:]))
     elif name == "few":
         return products[:1]
     else:
@@ -134,7 +136,8 @@ def changed(name):
 
 @needs_hopper
 @pytest.mark.parametrize(
-    "name", ["by columns", "result by columns", "no words", "odd side", "few", "long"]
+    "name",
+    ["by columns", "result by columns", "no words", "odd side", "shared results", "few", "long"],
 )
 def test_what_torch_does_as_well_is_left_to_torch(name):
     products = changed(name)
