@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "src/ops/native_plan.h"
+#include "src/plan/operand_checks.h"
 #include "src/plan/overlap.h"
 
 namespace fusedstep::ops {
@@ -56,12 +57,13 @@ void plan_channels(int64_t plan, const Tensors& lows, const Tensors& updates,
 
 void check_apart(const std::vector<TensorView>& weights) {
   std::vector<Elements> elements;
-  for (const TensorView& weight : weights) {
-    check(!overlaps_itself(weight.sizes, weight.strides),
-          "a weight overlaps itself in memory; clone() it first");
-    elements.push_back(elements_in_memory(weight));
+  for (size_t i = 0; i < weights.size(); ++i) {
+    if (overlaps_itself(weights[i].sizes, weights[i].strides)) {
+      refuse(i, "the weight overlaps itself in memory; clone() it first");
+    }
+    elements.push_back(elements_in_memory(weights[i]));
   }
-  check_none_shared(std::move(elements));
+  check_none_shared(elements);
 }
 
 // Returns how many float64 numbers of memory the step needs.

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "src/ops/native_plan.h"
@@ -137,7 +136,7 @@ void check_apart(const std::vector<TensorView>& weights, const std::vector<Tenso
       refuse(i, "the gradient shares memory with the weight");
     }
   }
-  check_none_shared(std::move(elements));
+  check_none_shared(elements);
 }
 
 // Checks of what lists of weights that are stepped apart have to be together.

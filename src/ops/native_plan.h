@@ -99,8 +99,8 @@ void check(bool condition, std::string_view text);
 Tensor new_device_memory(size_t bytes, int device);
 
 Elements elements_in_memory(const TensorView& tensor);
-// Throws std::runtime_error if weights share memory. None of them overlaps itself.
-void check_none_shared(std::vector<Elements> weights);
+// Throws std::runtime_error, naming the tensor, if weights share memory. None of them overlaps itself.
+void check_none_shared(std::span<const Elements> weights);
 
 // The number of states that each of `weights` weights has in a list of them as a NativePlan has it. Throws
 // std::runtime_error if it is not the same for all.

@@ -22,6 +22,7 @@ from fusedstep._options.kinds import Flag, Option, Options
 from fusedstep._options.shared import OF_ADAM, OF_TORCH, PROJECTION
 from fusedstep._sharding.dtensor import local
 from fusedstep._sharding.exchange import Cut, cut_of
+from fusedstep._state.checks import with_name
 from fusedstep._step.plan import Work
 from fusedstep._step.program import Pass, Terms, run
 
@@ -207,12 +208,15 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
     def _prepared(self, item: Work, moves: ChannelMoves) -> Pass:
         """Takes the norms of low-rank gradients and of gradients."""
         group, weights = item.group, item.weights
-        moves.bind(
-            None if self._moves_late(item) else [as_matrix(local(p)) for p in weights],
-            [as_matrix(local(grad)).resolve_neg() for grad in item.grads],
-            [self._state[p][_NORM] for p in weights],
-            [bias_correction(group, self._count(p) + 1) for p in weights],
-        )
+        try:
+            moves.bind(
+                None if self._moves_late(item) else [as_matrix(local(p)) for p in weights],
+                [as_matrix(local(grad)).resolve_neg() for grad in item.grads],
+                [self._state[p][_NORM] for p in weights],
+                [bias_correction(group, self._count(p) + 1) for p in weights],
+            )
+        except RuntimeError as error:
+            raise with_name(error, item.number, group, weights) from None
         moves.sum_gradients()
         is_whole, terms = group["scale_type"] == "tensor", []
         for index, weight in enumerate(weights):

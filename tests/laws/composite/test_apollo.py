@@ -276,6 +276,19 @@ def test_a_gradient_that_is_not_finite_is_named_before_anything_moves(fused):
     assert all(state["step"] == 2 for state in optimizer.state.values())
 
 
+def test_weights_that_share_memory_are_named_and_nothing_moves():
+    memory = torch.randn(12, 8)
+    params = [torch.nn.Parameter(memory[:8]), torch.nn.Parameter(memory[4:])]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer = optim.APOLLOAdamW([{"params": params, "rank": 2}], fused=True)
+    before = memory.clone()
+    words = "parameter 1 of group 0: the weight shares memory with another weight"
+    with pytest.raises(RuntimeError, match=words):
+        optimizer.step()
+    assert memory.equal(before)
+
+
 @pytest.mark.parametrize("scale_type", ["channel", "tensor"])
 def test_a_step_between_refreshes_allocates_nothing_of_weight_size(scale_type):
     found = {}
