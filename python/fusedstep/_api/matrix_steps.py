@@ -66,7 +66,7 @@ class MuonSteps(MatrixBatches):
     def _checked_options(self, item: Work, factors: Factors) -> tuple[float, ...]:
         group = item.group
         has_all = len(group["params"]) == len(item.weights)
-        if has_all and self._known_of(group, item.weights):  # weights have been looked at
+        if has_all and self._last_arrangement(group, item.weights):  # weights have been looked at
             check_muon_options(self._as_muon(group))
         else:
             self._check_group(item.number, group)

@@ -135,29 +135,25 @@ class MatrixBatches(ImperativeTwin):
     def _scratch(self) -> Scratch:
         return Scratch()
 
-    def _forget_plans(self) -> None:
-        super()._forget_plans()
-        self._known: dict[Tensor, _Known] = {}  # by the first weight
-
     def _composite_steps(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> None:
         grads = list(map(local, grads))
-        known = self._known_of(group, weights)
-        if known is None:
-            self._known.pop(weights[0], None)
-            known = self._arranged(group, weights)
-            if all(check is not None for check in known.checks) and not known.cut_alike:
-                self._known[weights[0]] = known
-        for batches, memory in known.chained:
+        arranged = self._last_arrangement(group, weights)
+        if arranged is None:
+            arranged = self._arranged(group, weights)
+            if operands := self._memory.get(weights[0]):
+                can_last = arranged.options is not None and not arranged.cut_alike
+                operands.derived = arranged if can_last else None
+        for batches, memory in arranged.chained:
             if self._takes_chain(group, batches, grads):
                 some = [p for batch in batches for p in batch.weights]
                 step = functools.partial(self._step_chain, group, batches, memory, grads)
                 self._progress.take(some, step)
             else:
                 self._take_batches(group, batches, grads)
-        self._take_batches(group, known.batches, grads)
-        for (cut, *_), places in known.cut_alike.items():
+        self._take_batches(group, arranged.batches, grads)
+        for (cut, *_), places in arranged.cut_alike.items():
             some, found = ([each[i] for i in places] for each in (weights, grads))
             forms = [form_of(group, p) for p in some]
             self._step_cut(group, cut, some, _ascending(group, found), forms)
@@ -171,21 +167,21 @@ class MatrixBatches(ImperativeTwin):
             step = functools.partial(self._step_or_undo, group, batch, some)
             self._progress.take(batch.weights, step)
 
-    def _checks_of(self, group: dict[str, Any], weights: list[Tensor]) -> tuple[Any, Any]:
-        """Notes of the last checks of operands and options: new objects if one has changed.
+    def _last_arrangement(
+        self, group: dict[str, Any], weights: list[Tensor]
+    ) -> _Arrangement | None:
+        """The arrangement of the last step, if nothing has changed since but floats."""
+        operands = self._memory.get(weights[0])
+        known: _Arrangement | None = operands.derived if operands else None
+        if known and known.options is self._passed_options(group) and same(weights, known.weights):
+            return known
+        return None
 
-        None where they cannot tell that nothing has.
-        """
-        return self._memory.get(weights[0]), self._passed.get(id(group["params"]))
+    def _passed_options(self, group: dict[str, Any]) -> list[Any] | None:
+        """The options that have passed checks: another object if one has changed."""
+        return self._passed.get(id(group["params"]))
 
-    def _known_of(self, group: dict[str, Any], weights: list[Tensor]) -> _Known | None:
-        """Returns how these weights have been stepped, if nothing has changed since but floats."""
-        known, checks = self._known.get(weights[0]), self._checks_of(group, weights)
-        if known is None or not same(list(checks), list(known.checks)):
-            return None
-        return known if same(weights, known.weights) else None
-
-    def _arranged(self, group: dict[str, Any], weights: list[Tensor]) -> _Known:
+    def _arranged(self, group: dict[str, Any], weights: list[Tensor]) -> _Arrangement:
         """The batches of a group's weights, and those of which processes have parts of matrices."""
         alone: list[int] = []
         cut_alike: dict[Any, list[int]] = {}
@@ -201,7 +197,7 @@ class MatrixBatches(ImperativeTwin):
             for places in self._batches(group, weights, alone)
         ]
         chained, others = self._in_chains(group, batches)
-        return _Known(weights, self._checks_of(group, weights), chained, others, cut_alike)
+        return _Arrangement(weights, self._passed_options(group), chained, others, cut_alike)
 
     def _in_chains(
         self, group: dict[str, Any], batches: list[Together]
@@ -753,11 +749,12 @@ class MatrixBatches(ImperativeTwin):
             increment_version([each.weight for each in moving])
 
 
-class _Known(NamedTuple):
-    """The way that a group is stepped, for as long as its memory and options stay."""
+class _Arrangement(NamedTuple):
+    """The batches that a group is stepped in, for as long as its operands and options stay."""
 
     weights: list[Tensor]
-    checks: tuple[Any, Any]
+    options: list[Any] | None
+    """Those that have passed checks; None where a step has to look again."""
     chained: list[tuple[list[Together], ChainedBatches]]
     """Batches that the native engine steps together where dtypes and gradients allow it."""
     batches: list[Together]
