@@ -132,7 +132,7 @@ struct CodeRegister {
     }
   }
 
-  // Codes in 32 bits; of a signed map of int8 or int4 what they are below `zero`.
+  // Codes in 32 bits. For a signed map of int8 or int4: the distance of each code below the code `zero`.
   template <Storage kStorage, bool kSigned>
   FUSEDSTEP_FN static __m512i code(const Tables<kStorage, kSigned>& tables, __m512 number, __m512 share) {
     const __m512i bits = _mm512_castps_si512(number);

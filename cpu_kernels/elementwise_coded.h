@@ -84,8 +84,8 @@ struct StateBlock {
       note(x);
     }
   }
-  // Finds the block's absolute maximum. The numbers wait to be encoded until those of the next block take
-  // their place.
+  // Finds the block's absolute maximum. The block's numbers are encoded while the numbers of the next block
+  // take their place.
   void close(int64_t count, int64_t in_registers) {
     int32_t most = CodeRegister::largest_of(largest);
     for (int64_t i = in_registers; i < count; ++i) most = std::max(most, bits_of(fresh[i]) & kMagnitudeBits);
@@ -93,7 +93,7 @@ struct StateBlock {
     *absmax = found.absmax;
     inverse = found.inverse;
     closed_codes = codes;
-    if (inverse == 0) std::fill_n(fresh, count, 0.0f);  // whose codes are those of zero
+    if (inverse == 0) std::fill_n(fresh, count, 0.0f);  // every code is that of zero
   }
   // Numbers of the closed block, as codes: a group from the i-th on, or all in [from, to).
   FUSEDSTEP_FN void encode_closed_group(int64_t i) const {

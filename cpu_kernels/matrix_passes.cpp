@@ -221,7 +221,7 @@ void squares_of_columns(const SquaresTensor& tensor, const Tile& tile, double* s
   for (int64_t i = 0; i < count; ++i) sums[i] = found[i];
 }
 
-// The factor of a row, or those of columns.
+// One factor for a whole row, or a factor for each column.
 template <class T>
 struct OneFactor {
   T factor;

@@ -67,8 +67,8 @@ struct Product {
 };
 
 // A product of float32 matrices, whose numbers are taken as one or two of bfloat16: the nearest, and the
-// nearest of what that leaves. Of the four products of two parts, that of the smaller ones is left out. The
-// result's sides, and the depth, are given in blocks. An infinite number may make NaN.
+// nearest of what that leaves. Of the four products of two parts, the product of the smaller parts is left
+// out. The result's sides, and the depth, are given in blocks. An infinite number may make NaN.
 struct WideProduct {
   int64_t rows = 0, columns = 0, depth = 0;
   LowRankProduct of{};

@@ -10,7 +10,7 @@ namespace fusedstep::cuda {
 // Rows and columns of a tile of a result.
 constexpr int kLowRankTile = 128;
 
-// A product, the tiles of a row of its result, and the number of its first tile among those of a launch.
+// A product, the number of tiles in a row of its result, and the number of its first tile in the launch.
 struct NumberedProduct {
   LowRankProduct of;
   uint32_t tile_columns, first_tile;

@@ -39,8 +39,8 @@ static_assert(sizeof(NormLaunch) <= 4000);
 using Normalize = void (*)(const NormLaunch&, const NormOptions&);
 Normalize normalize_kernel(NormFormat format);
 
-// Columns of a tile of which a block of threads adds up squares by columns, or that it moves; rows of a tile
-// of which it adds up squares by rows; and rows of a tile that it moves.
+// The size of a block's tile: the columns of a tile whose columns are summed, or which is moved; the rows of
+// a tile whose rows are summed; the rows of a tile which is moved.
 constexpr int64_t kColumnsTogether = 128;
 constexpr int64_t kSquaresRows = 8, kMoveRows = 32;
 // Channels whose partial sums a block adds.

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "src/ops/native_plan.h"
+#include "src/plan/overlap.h"
 #include "src/run/backend.h"
 #include "src/steps/low_rank_products.h"
 

@@ -7,8 +7,6 @@
 #include <cmath>
 #include <deque>
 #include <mutex>
-#include <numeric>
-#include <optional>
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
@@ -16,7 +14,6 @@
 #include "fusedstep/drop_plan.h"
 #include "src/ops/negative_bit.h"
 #include "src/plan/code_maps.h"
-#include "src/plan/operand_checks.h"
 #include "src/run/session.h"
 
 namespace fusedstep::ops {
@@ -281,22 +278,6 @@ void drop_plan(int64_t handle) {
   if (const auto found = all.plans.find(handle); found != all.plans.end()) {
     dropped = std::move(found->second);
     all.plans.erase(found);
-  }
-}
-
-Elements elements_in_memory(const TensorView& tensor) {
-  const auto* const begin = static_cast<const char*>(tensor.data);
-  return {begin, begin + span_bytes(tensor), element_size(tensor.dtype), tensor.sizes, tensor.strides};
-}
-
-void check_none_shared(std::span<const Elements> weights) {
-  std::vector<size_t> order(weights.size());
-  std::iota(order.begin(), order.end(), size_t{0});
-  std::ranges::stable_sort(order, {}, [&](size_t i) { return weights[i].begin; });
-  std::vector<Elements> sorted;
-  for (const size_t i : order) sorted.push_back(weights[i]);
-  if (const std::optional<size_t> sharing = find_sharing(sorted)) {
-    refuse(order[*sharing], "the weight shares memory with another weight of the list");
   }
 }
 

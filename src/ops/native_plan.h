@@ -19,7 +19,6 @@
 #include "src/ops/direct.h"
 #include "src/ops/words_before_sizes.h"
 #include "src/plan/bound.h"
-#include "src/plan/overlap.h"
 #include "src/run/backend.h"
 #include "src/steps/channel_moves.h"
 #include "src/steps/step.h"
@@ -97,10 +96,6 @@ void check(bool condition, std::string_view text);
 
 // Memory of a CUDA device from torch, which gives it to no other stream before this one is done with it.
 Tensor new_device_memory(size_t bytes, int device);
-
-Elements elements_in_memory(const TensorView& tensor);
-// Throws std::runtime_error, naming the tensor, if weights share memory. None of them overlaps itself.
-void check_none_shared(std::span<const Elements> weights);
 
 // The number of states that each of `weights` weights has in a list of them as a NativePlan has it. Throws
 // std::runtime_error if it is not the same for all.

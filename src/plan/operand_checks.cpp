@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <numeric>
+#include <optional>
 #include <stdexcept>
 
 #include "src/plan/code_maps.h"
@@ -115,6 +117,17 @@ void refuse(size_t i, const std::string& why) {
 void refuse_row(size_t i, int dim, int64_t at, int64_t size) {
   refuse(i, "the gradient's index " + std::to_string(at) + " is out of range: dimension " +
                 std::to_string(dim) + " of the weight has size " + std::to_string(size));
+}
+
+void check_none_shared(std::span<const Elements> weights) {
+  std::vector<size_t> order(weights.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::ranges::stable_sort(order, {}, [&](size_t i) { return weights[i].begin; });
+  std::vector<Elements> sorted;
+  for (const size_t i : order) sorted.push_back(weights[i]);
+  if (const std::optional<size_t> sharing = find_sharing(sorted)) {
+    refuse(order[*sharing], "the weight shares memory with another weight of the list");
+  }
 }
 
 void check_devices(size_t i, const TensorOperands& operands, int slots, int device) {

@@ -3,11 +3,13 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 
 #include "fusedstep/isa.h"
 #include "src/core/code_map.h"
 #include "src/core/weight_code.h"
+#include "src/plan/overlap.h"
 #include "src/plan/tensor_view.h"
 
 namespace fusedstep {
@@ -16,6 +18,8 @@ namespace fusedstep {
 [[noreturn]] void refuse_row(size_t i, int dim, int64_t at, int64_t size);
 
 void check_devices(size_t i, const TensorOperands& operands, int slots, int device);
+// Checks that weights, of which none overlaps itself, share no memory.
+void check_none_shared(std::span<const Elements> weights);
 // Checks shapes, dtypes and strides. Returns the format of the operands; with `masters` the last state is a
 // master copy of the weight, or what it keeps beside itself. `code` is checked_weight_code().
 Format checked_format(size_t i, const TensorOperands& operands, int slots, bool masters, WeightCode code);

@@ -83,6 +83,11 @@ bool overlaps_itself(Dims sizes, Dims strides) {
   return !nested && offsets_repeat(dims, reach);
 }
 
+Elements elements_in_memory(const TensorView& tensor) {
+  const auto* const begin = static_cast<const char*>(tensor.data);
+  return {begin, begin + span_bytes(tensor), element_size(tensor.dtype), tensor.sizes, tensor.strides};
+}
+
 bool share_memory(const Elements& a, const Elements& b) {
   MarkedBytes marked(a.begin, a.end);
   marked.mark(a);

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "src/plan/layout.h"
+#include "src/plan/tensor_view.h"
 
 namespace fusedstep {
 
@@ -19,6 +20,8 @@ struct Elements {
   int element_size;
   Dims sizes, strides;
 };
+
+Elements elements_in_memory(const TensorView& tensor);
 
 // Returns whether an element of one tensor shares memory with an element of the other.
 bool share_memory(const Elements& a, const Elements& b);
