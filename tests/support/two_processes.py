@@ -680,13 +680,14 @@ ON_THE_CPU = (shards_whose_step_finds_no_memory_are_as_before,)
 
 def _process(
     rank: int,
+    processes: int,
     backend: str,
     folder: str,
     works: list[Work],
     prepare: Callable[[], None],
     environment: dict[str, str],
 ) -> None:
-    """Does one work after another, together with the other process."""
+    """Does one work after another, together with the other processes."""
     os.environ.update(environment)  # which that of the server may not be
     prepare()
     torch.set_num_threads(1)
@@ -698,7 +699,7 @@ def _process(
         backend,
         f"file://{folder}/meeting",
         rank=rank,
-        world_size=PROCESSES,
+        world_size=processes,
         device_id=device if device.type == "cuda" else None,
     )
     for work in works:
@@ -708,7 +709,7 @@ def _process(
         except BaseException:
             text = f"process {rank}:\n{traceback.format_exc()}"
             Path(folder, f"{work.__name__}.failed.{rank}").write_text(text)
-            # The other process is not left waiting: it is ended when this one ends so.
+            # No other process is left waiting: all are ended when this one ends so.
             os._exit(1)
         Path(folder, f"{work.__name__}.done").touch()
     # Not by way of destructors: gloo's threads now and then outlive their group there, and abort.
@@ -730,11 +731,15 @@ def nothing() -> None:
 
 
 def failures_by_name(
-    backend: str, works: Iterable[Work] = WORKS, prepare: Callable[[], None] = nothing
+    backend: str,
+    works: Iterable[Work] = WORKS,
+    prepare: Callable[[], None] = nothing,
+    processes: int = PROCESSES,
 ) -> dict[str, str]:
-    """Runs the works one after another in two processes. Returns the failures, by the work's name.
+    """Runs the works one after another in so many processes.
 
-    After a failure there are new processes for what is left. Each begins with ``prepare()``.
+    Returns the failures, by the name of the work. After a failure there are new processes for the
+    works that are left. Each begins with ``prepare()``.
     """
     # A process cannot use CUDA if it has been forked from one that has asked for devices.
     method = "spawn" if backend == "nccl" else server_of_processes().get_start_method()
@@ -743,8 +748,8 @@ def failures_by_name(
         with tempfile.TemporaryDirectory() as folder:  # a file to meet at: a free port may be taken
             died = ""
             try:
-                args = backend, folder, left, prepare, dict(os.environ)
-                mp.start_processes(_process, args, PROCESSES, start_method=method)
+                args = processes, backend, folder, left, prepare, dict(os.environ)
+                mp.start_processes(_process, args, processes, start_method=method)
             except mp.ProcessExitedException as error:
                 died = str(error)
             left = [work for work in left if not Path(folder, f"{work.__name__}.done").exists()]

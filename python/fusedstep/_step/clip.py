@@ -15,7 +15,7 @@ from fusedstep._options.shared import own_option
 from fusedstep._sharding.dtensor import local
 from fusedstep._step.factors import PLAIN, Factors
 from fusedstep._step.plan import Work
-from fusedstep._step.sums import Place, SpreadWeights, in_real_numbers, norm2, place_of
+from fusedstep._step.sums import Place, SpreadWeights, in_real_numbers, place_of
 
 #: torch.nn.utils.clip_grad_norm_ adds it to the norm that it divides by.
 EPSILON = 1e-6
@@ -188,8 +188,8 @@ def _is_plain(grad: Tensor, group: dict[str, Any]) -> bool:
 
 def _add_norms2(handles: list[int], plain: list[Tensor], others: list[Tensor], to: Tensor) -> None:
     """Adds the squares of the norms of plans' gradients, and of shards, plain ones and others."""
-    for shard in others:
-        to += norm2(shard)
+    if others:
+        to += _norms(others).square().sum()
     if plain:
         to += torch.ops.fusedstep.grads_norm2(plain)
     if handles and to.is_cpu:
@@ -231,8 +231,15 @@ def _grad_norm(work: list[Work], spread: SpreadWeights) -> float:
 
 
 def _norm(tensors: list[Tensor]) -> float:
-    """The 2-norm of tensors, in float64: that of two float16 numbers may be beyond their range."""
+    """The 2-norm of tensors."""
+    return torch.linalg.vector_norm(_norms(tensors)).item()
+
+
+def _norms(tensors: list[Tensor]) -> Tensor:
+    """The 2-norm of each tensor, in float64: that of two float16 numbers may exceed their range.
+
+    A GPU takes all in a few launches.
+    """
     real = list(map(in_real_numbers, tensors))
     found = torch._foreach_norm(real, 2, dtype=torch.float64)
-    together = torch.stack([each.to(found[0].device) for each in found])
-    return torch.linalg.vector_norm(together).item()
+    return torch.stack([each.to(found[0].device) for each in found])

@@ -10,6 +10,7 @@ from fusedstep._native import ops
 from support import (
     codes_of_shards,
     factors_of_shards,
+    four_processes,
     matrices_of_shards,
     projections_of_shards,
     training_of_two,
@@ -194,3 +195,11 @@ def failures_of(module):
 def test_two_processes(module, name):
     if name in failures_of(module):
         pytest.fail(failures_of(module)[name], pytrace=False)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices")
+def test_four_processes():
+    failures = two_processes.failures_by_name(
+        "nccl", four_processes.WORKS, processes=four_processes.PROCESSES
+    )
+    assert not failures, "\n".join(failures.values())
