@@ -95,6 +95,9 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     #: False if norms of gradients are added up in the order of these, whatever that of a native
     #: plan is.
     _plan_takes_norm: ClassVar[bool] = True
+    #: True if composite steps on a GPU take a factor of gradients that the GPU knows, and the host
+    #: does not wait for.
+    _queues_factors: ClassVar[bool] = False
     #: The option by which a native step leaves gradients as they are. Without it the step may leave
     #: anything in them. None if it leaves nothing there anyway.
     _keeps_grads_by: ClassVar[str | None] = None
@@ -661,6 +664,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         self, work: list[Work], factors: Factors, zero_grad: bool | Literal["none"]
     ) -> list[tuple[Tensor, Tensor]]:
         """Steps all groups, as take() does; notes how, for a next step that is like this one."""
+        if factors is not PLAIN and any(item.queue is None for item in work):
+            factors = factors.waited()
         work = [
             item._replace(
                 use=self._grad_use(item.group, factors, zero_grad),

@@ -40,6 +40,8 @@ from fusedstep._step.sums import of_each
 class MuonSteps(MatrixBatches):
     """Steps groups with ``use_muon`` by Muon, and all others as the next class does."""
 
+    _queues_factors = True
+
     # A class's own words for its groups
 
     def _as_muon(self, group: dict[str, Any]) -> dict[str, Any]:

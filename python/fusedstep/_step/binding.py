@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusedstep._options.kinds import has_text
 from fusedstep._options.shared import own_option
-from fusedstep._sharding.dtensor import is_dtensor, local_pairs
+from fusedstep._sharding.dtensor import is_dtensor, local, local_pairs
 from fusedstep._state import storage
 from fusedstep._state.checks import (
     CheckedOperands,
@@ -29,6 +29,16 @@ from fusedstep._step.support import why_not_native
 
 #: The index of a group, that of a launch among those that update it, and of a bucket if it is one.
 _Place = tuple[int, ...]
+
+
+def _takes_factor_there(grad: Tensor) -> bool:
+    """Returns whether torch multiplies a gradient by a number on its device as by one of the host.
+
+    It would round the number to 16 bits for a gradient of 16 bits.
+    """
+    shard = local(grad)
+    is_dense = type(shard) is Tensor and shard.layout is torch.strided
+    return is_dense and shard.is_cuda and shard.dtype in (torch.float32, torch.float64)
 
 
 class BindsGroups(Owner):
@@ -221,7 +231,15 @@ class BindsGroups(Owner):
                     self._check_composite(group, weights, grads)
         except RuntimeError as error:
             raise with_name(error, place[0], group, weights) from None
-        return Work(group, weights, grads, plan, place[0])
+        is_queued = not plan and self._queues_factors and self._is_composite(group)
+        return Work(
+            group,
+            weights,
+            grads,
+            plan,
+            place[0],
+            is_queued=is_queued and all(map(_takes_factor_there, grads)),
+        )
 
     def _has_places(self, plan: Plan, place: _Place, group: dict[str, Any]) -> bool:
         """Returns whether weights that are rounded at random are where they were in the groups.

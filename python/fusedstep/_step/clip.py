@@ -57,7 +57,9 @@ def factors_of(
     max_norm, own_max_norm, own_eps, *_ = asked
     if found_inf is None and scale is None and not asked.is_norm:
         return PLAIN
-    if (device := _only_device(work)) is not None:
+    # The host decides for torch operations whether a step is left out.
+    is_decided = (found_inf is not None or asked.skips) and not all(item.plan for item in work)
+    if (device := _only_device(work)) is not None and not is_decided:
         return _on_device(work, device, found_inf, scale, asked, spread)
     if found_inf is not None and found_inf.item():
         return Factors(is_skipped=True)
@@ -82,10 +84,9 @@ def norm_of(work: list[Work], spread: SpreadWeights) -> float | Tensor:
 
 
 def _only_device(work: list[Work]) -> torch.device | None:
-    """The first accelerator of a step of which all is on accelerators, natively; else None."""
-    if all(item.plan and item.plan.is_on_device for item in work):
-        return next((item.plan.device for item in work if item.plan), None)
-    return None
+    """The first accelerator of a step of which all is queued on accelerators; else None."""
+    queues = [item.queue for item in work]
+    return None if None in queues else next(iter(queues), None)
 
 
 def _on_device(
@@ -129,11 +130,15 @@ def _device_norm2(work: Iterable[Work], spread: SpreadWeights, device: torch.dev
     """The square of the 2-norm of all gradients, added up device by device."""
     sums: dict[torch.device, Tensor] = {}
     for item in work:
-        if item.plan and not item.plan.is_spread:
-            there = item.plan.device
-            if there not in sums:
-                sums[there] = torch.zeros((), dtype=torch.float64, device=there)
-            torch.ops.fusedstep.plan_add_grad_norm2(item.plan.handle, sums[there])
+        there, plan = item.queue, item.plan
+        if there is None or (plan and plan.is_spread):
+            continue
+        if there not in sums:
+            sums[there] = torch.zeros((), dtype=torch.float64, device=there)
+        if plan:
+            torch.ops.fusedstep.plan_add_grad_norm2(plan.handle, sums[there])
+        elif grads := [local(grad) for p, grad in item.pairs() if place_of(p) is None]:
+            sums[there] += _norms(grads).square().sum()
     first, *others = (each.to(device) for each in (*sums.values(), *_spread_norms2(work, spread)))
     for each in others:
         first = first + each

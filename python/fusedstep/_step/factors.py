@@ -39,6 +39,10 @@ class Factors(NamedTuple):
             return 1.0
         return self.grad * self.clip
 
+    def waited(self) -> Factors:
+        """The same factors on the host; waits for a device that has one of them."""
+        return self._replace(grad=float(self.grad), clip=float(self.clip))
+
     @property
     def of_others(self) -> float | Tensor:
         """Returns the factor of those gradients that the step does not multiply."""

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fusedstep._sharding.dtensor import local, spread_of_sums
+from fusedstep._sharding.dtensor import local, spread_like, spread_of_sums
 from fusedstep._state.forked import in_pieces
 from fusedstep._step.factors import is_one
 
@@ -36,6 +36,21 @@ def by_place(
         parts[place][0].append(weight)
         parts[place][1].append(grad)
     return parts.values()
+
+
+def multiplied(grads: list[Tensor], factor: float | Tensor) -> list[Tensor]:
+    """Products of gradients and a factor, in memory of their own.
+
+    Shards are multiplied in one call: operations over lists of DTensors take the host long.
+    """
+    if torch.is_grad_enabled():  # a differentiable step, which autograd follows
+        return list(torch._foreach_mul(grads, factor))
+    shards = list(map(local, grads))
+    if isinstance(factor, Tensor):
+        dtypes = {shard.dtype for shard in shards}
+        factor = factor.to(shards[0].device, dtypes.pop() if len(dtypes) == 1 else None)
+    found = torch._foreach_mul(shards, factor)
+    return [spread_like(grad, shard) for grad, shard in zip(grads, found, strict=True)]
 
 
 def cut_off(grads: list[Tensor]) -> None:

@@ -45,6 +45,7 @@ class Owner(Optimizer):
     _composite: ClassVar[bool]
     _elementwise: ClassVar[bool]
     _plan_takes_norm: ClassVar[bool]
+    _queues_factors: ClassVar[bool]
     _native_devices: ClassVar[tuple[str, ...] | None]
     _steps_shards_natively: ClassVar[bool]
     _allocates_first: ClassVar[bool]

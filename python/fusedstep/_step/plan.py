@@ -225,6 +225,15 @@ class Work(NamedTuple):
     use: GradUse = GradUse.LEAVE
     options: tuple[Any, ...] = ()
     """The rule's hyper-parameters and, last, whether to maximize."""
+    is_queued: bool = False
+    """Whether torch operations on a device multiply the gradients by a factor that is there."""
+
+    @property
+    def queue(self) -> torch.device | None:
+        """The accelerator that the whole step is queued on; None where the host takes part."""
+        if self.plan:
+            return self.plan.device if self.plan.is_on_device else None
+        return self.weights[0].device if self.is_queued else None
 
     def pairs(self) -> Iterable[tuple[Tensor, Tensor]]:
         return zip(self.weights, self.grads, strict=True)

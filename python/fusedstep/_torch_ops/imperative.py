@@ -24,7 +24,8 @@ from fusedstep._state.storage import (
     way_of,
 )
 from fusedstep._step.binding import BindsGroups
-from fusedstep._step.factors import Factors
+from fusedstep._step.factors import Factors, is_one
+from fusedstep._step.gradients import multiplied
 from fusedstep._step.hooks import is_compiling
 from fusedstep._step.plan import Work
 from fusedstep._step.program import Pass
@@ -112,10 +113,11 @@ class ImperativeTwin(BindsGroups):
 
     def _with_factor(self, work: list[Work], factors: Factors) -> list[Work]:
         """Multiplies gradients by a factor, in memory of their own; nothing is changed so far."""
-        factor = factors.on_host if work else 1
-        if factor == 1:
+        there = factors.on_device
+        factor = factors.on_host if there is None else there
+        if not work or is_one(factor):
             return work
-        return [item._replace(grads=list(torch._foreach_mul(item.grads, factor))) for item in work]
+        return [item._replace(grads=multiplied(item.grads, factor)) for item in work]
 
     def _imperative_update(self, work: list[Work]) -> list[Pass]:
         """Steps groups whose gradients have been multiplied by the factor of the step.

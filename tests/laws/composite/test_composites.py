@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fusedstep import optim
+from fusedstep._step.plan import Bucket
 from support.cases import COMPOSITES, PRODUCTS
 from support.composites import DENSE, MODES, ROWS, SHAPE, WITHOUT_PLAN, stepped, values_of
 from support.negated import WAYS, negated, negated_at_once
@@ -76,6 +77,38 @@ def test_the_option_max_grad_norm_is_the_argument(row, fused):
     for name, value in contents(expected).items():
         torch.testing.assert_close(seen[name], value, rtol=1e-5, atol=1e-7, msg=name)
     assert any(not torch.allclose(unclipped[name], value) for name, value in seen.items())
+
+
+@pytest.mark.parametrize("row", WITHOUT_PLAN, ids=str)
+def test_a_bucket_is_clipped_by_a_factor_of_a_device(row):
+    """The factor of the iteration before is a tensor where other buckets step on a GPU."""
+    (_, expected), (_, optimizer) = stepped(row), stepped(row)
+    factors = 0.25, torch.tensor(0.25, dtype=torch.float64)
+    for each, clip in zip((expected, optimizer), factors, strict=True):
+        group = each.param_groups[0]
+        with torch.no_grad():
+            each._update_bucket(Bucket(group, 0, group["params"]), clip)
+    assert_same_contents(contents(optimizer), contents(expected))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("max_norm", [0.5, 1e3])
+@pytest.mark.parametrize("row", DENSE, ids=str)
+def test_max_norm_clips_on_a_gpu_as_on_the_cpu(row, max_norm):
+    optimizers = []
+    for device in ("cpu", "cuda"):
+        params = [torch.nn.Parameter(values_of(100 + i).to(device)) for i in range(3)]
+        optimizer = row.build(params)
+        for step in range(3):
+            for param in params:
+                param.grad = values_of(step).to(device)
+            norm = optimizer.step(max_norm=max_norm)
+        optimizers.append((optimizer, params, norm.cpu()))
+    (_, cpu, norm), (_, there, found) = optimizers
+    torch.testing.assert_close(found, norm, rtol=1e-12, atol=0)
+    most = 2e-2 if row.optimizer in (optim.Muon, optim.MuSGD) else 1e-4  # products in 16 bits
+    for param, twin in zip(cpu, there, strict=True):
+        torch.testing.assert_close(twin.detach().cpu(), param.detach(), rtol=most, atol=most)
 
 
 @EACH
