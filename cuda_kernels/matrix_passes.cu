@@ -6,6 +6,7 @@
 
 #include "cuda_kernels/codecs.cuh"
 #include "cuda_kernels/launch.cuh"
+#include "cuda_kernels/sides.cuh"
 
 namespace fusedstep::cuda {
 namespace {
@@ -18,11 +19,6 @@ __device__ __forceinline__ T interpolated(T from, T to, T share) {
   const T way = to - from;
   return rules::absolute(share) < T(0.5) ? rules::mul_add(share, way, from)
                                          : rules::mul_add(-way, T(1) - share, to);
-}
-
-template <class Stored>
-__device__ __forceinline__ ComputeOf<Stored> rounded(ComputeOf<Stored> x) {
-  return Codec<Stored>::decode(Codec<Stored>::encode(x));
 }
 
 template <class Stored_, class Product_>
@@ -87,17 +83,6 @@ __device__ __forceinline__ bool is_in_words(const PassTensor& tensor) {
   return fits(tensor.stored, sizeof(typename Body::Stored)) &&
          fits(tensor.grad, sizeof(typename Body::Stored)) &&
          fits(tensor.product, sizeof(typename Body::Product));
-}
-
-// The last tensor that does not begin behind a block.
-template <class Launch>
-__device__ __forceinline__ int tensor_of(const Launch& launch, uint32_t block) {
-  int low = 0, high = launch.count;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (launch.first_block[middle] <= block ? low : high) = middle;
-  }
-  return low;
 }
 
 template <class Body>
@@ -240,31 +225,8 @@ void move(const PassLaunch& launch, double keep) {
   launch_blocks(pass_kernel<Body>, launch.first_block[launch.count], launch.queue, launch, body);
 }
 
-// Elements of a channel that a thread has side by side, and the threads that share a row of a tile.
-constexpr int kSide = 4;
 static_assert(kColumnsTogether == kSide * kWarp && kThreads == kSquaresRows * kWarp &&
               kThreads == kFoldChannels);
-
-template <class Stored>
-__device__ __forceinline__ bool is_in_sides(const void* data, int64_t row_stride, int64_t column_stride) {
-  constexpr int kBytes = kSide * static_cast<int>(sizeof(Stored));
-  return column_stride == 1 && row_stride % kSide == 0 &&
-         reinterpret_cast<uintptr_t>(data) % (kBytes < kWordBytes ? kBytes : kWordBytes) == 0;
-}
-
-// The elements of a row from a column on, zeros behind the last column.
-template <class Stored>
-__device__ __forceinline__ void load_side(const Stored* row, int64_t column, int64_t columns, int64_t stride,
-                                          bool in_sides, ComputeOf<Stored> (&x)[kSide]) {
-  if (in_sides && column + kSide <= columns) {
-    cuda::load(row + column, x);
-    return;
-  }
-#pragma unroll
-  for (int j = 0; j < kSide; ++j) {
-    x[j] = column + j < columns ? Codec<Stored>::decode(row[(column + j) * stride]) : ComputeOf<Stored>(0);
-  }
-}
 
 template <class T>
 __device__ __forceinline__ double with_squares(double sum, const T (&x)[kSide]) {
@@ -387,19 +349,6 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) *last = static_cast<T>(norm);
   for (int64_t c = threadIdx.x; c < tensor.channels; c += kThreads) {
     factors[c] = static_cast<T>(factors[c] * times);
-  }
-}
-
-template <class Stored>
-__device__ __forceinline__ void store_side(Stored* row, int64_t column, int64_t columns, int64_t stride,
-                                           bool in_sides, const ComputeOf<Stored> (&x)[kSide]) {
-  if (in_sides && column + kSide <= columns) {
-    cuda::store(row + column, x);
-    return;
-  }
-#pragma unroll
-  for (int j = 0; j < kSide; ++j) {
-    if (column + j < columns) row[(column + j) * stride] = Codec<Stored>::encode(x[j]);
   }
 }
 

@@ -1,6 +1,7 @@
 // Launches of the passes around the matrix products of a step.
 #include <algorithm>
 
+#include "cuda_kernels/chosen_channels.h"
 #include "cuda_kernels/matrix_passes.h"
 #include "src/cuda/memory.h"
 #include "src/run/backend.h"
@@ -29,6 +30,28 @@ uint32_t blocks_of(const MoveTensor& tensor) {
 }
 uint32_t blocks_of_fold(const SquaresTensor& tensor) {
   return has_partials(tensor) ? static_cast<uint32_t>(pieces_of(channels_of(tensor), kFoldChannels)) : 0;
+}
+
+uint32_t blocks_of_sum(const ChosenTensor& tensor) {
+  const int64_t segments = segments_of(tensor), matrices = tensor.matrices;
+  const int64_t blocks = has_rows(tensor) ? pieces_of(matrices * tensor.rows, kSquaresRows) * segments
+                                          : matrices * pieces_of(tensor.columns, kColumnsTogether) * segments;
+  return static_cast<uint32_t>(blocks);
+}
+uint32_t blocks_of_fold(const ChosenTensor& tensor) {
+  const int64_t channels = tensor.matrices * channels_of(tensor);
+  return partials_of(tensor) > 0 ? static_cast<uint32_t>(pieces_of(channels, kFoldChannels)) : 0;
+}
+uint32_t blocks_of_choice(const ChosenTensor& tensor) { return static_cast<uint32_t>(tensor.matrices); }
+uint32_t blocks_of_tiles(int64_t matrices, int64_t height, int64_t width) {
+  return static_cast<uint32_t>(matrices * pieces_of(height, kMoveRows) * pieces_of(width, kColumnsTogether));
+}
+uint32_t blocks_of_take(const ChosenTensor& tensor) {
+  return has_rows(tensor) ? blocks_of_tiles(tensor.matrices, tensor.chosen, tensor.columns)
+                          : blocks_of_tiles(tensor.matrices, tensor.rows, tensor.chosen);
+}
+uint32_t blocks_of_move(const ChosenTensor& tensor) {
+  return blocks_of_tiles(tensor.matrices, tensor.rows, tensor.columns);
 }
 
 // Calls run(launch) for launches that all tensors take part in, each with so many blocks.
@@ -82,7 +105,8 @@ void normalize(int device, NormFormat format, std::span<const NormTensor> tensor
 void sum_squares(int device, SquaresFormat format, std::span<const SquaresTensor> tensors) {
   const SquaresPasses& passes = squares_passes(format);
   launch_all<SquaresLaunch>(device, tensors, passes.sum);
-  launch_all<SquaresLaunch>(device, tensors, passes.fold, blocks_of_fold);
+  launch_all<SquaresLaunch>(device, tensors, passes.fold,
+                            [](const SquaresTensor& tensor) { return blocks_of_fold(tensor); });
 }
 
 void scale(int device, bool is_double, std::span<const ScaleTensor> tensors, const ScaleOptions& options) {
@@ -100,8 +124,39 @@ void move_channels(int device, PassFormat format, std::span<const MoveTensor> te
       device, tensors, [&](const MoveLaunch& launch) { matrix_passes(format).move_channels(launch, keep); });
 }
 
+void choose(int device, PassFormat format, std::span<const ChosenTensor> tensors, const ChoiceMemory& memory,
+            const ChoiceOptions& options) {
+  const ChosenPasses& passes = chosen_passes(format);
+  const auto launch_pass = [&](auto blocks, auto run) {
+    launch_all<ChosenLaunch>(
+        device, tensors,
+        [&](ChosenLaunch& launch) {
+          launch.memory = memory;
+          run(launch);
+        },
+        blocks);
+  };
+  launch_pass(blocks_of_sum, [&](const ChosenLaunch& launch) { passes.sum(launch, options.maximizes); });
+  launch_pass([](const ChosenTensor& tensor) { return blocks_of_fold(tensor); },
+              [&](const ChosenLaunch& launch) { passes.fold(launch); });
+  launch_pass(blocks_of_choice, [&](const ChosenLaunch& launch) { passes.choose(launch); });
+  launch_pass(blocks_of_take, [&](const ChosenLaunch& launch) { passes.take(launch, options.momentum); });
+}
+
+void move_chosen(int device, PassFormat format, std::span<const ChosenTensor> tensors,
+                 const ChoiceMemory& memory, double keep) {
+  launch_all<ChosenLaunch>(
+      device, tensors,
+      [&](ChosenLaunch& launch) {
+        launch.memory = memory;
+        chosen_passes(format).move(launch, keep);
+      },
+      blocks_of_move);
+}
+
 [[maybe_unused]] const bool registered = [] {
-  register_cuda_passes({average, move, norm_sums, normalize, sum_squares, scale, limit, move_channels});
+  register_cuda_passes(
+      {average, move, norm_sums, normalize, sum_squares, scale, limit, move_channels, choose, move_chosen});
   return true;
 }();
 

@@ -9,77 +9,19 @@
 #include <vector>
 
 #include "src/ops/native_plan.h"
+#include "src/ops/pass_operands.h"
 #include "src/run/backend.h"
 #include "src/steps/matrix_passes.h"
 
 namespace fusedstep::ops {
 namespace {
 
-PassFormat format_of(DType stored, DType product) {
-  switch (stored) {
-    case DType::kFloat:
-      if (product == DType::kBFloat16) return PassFormat::kFloatBFloat16;
-      if (product == DType::kHalf) return PassFormat::kFloatHalf;
-      if (product == stored) return PassFormat::kFloat;
-      break;
-    case DType::kDouble:
-      if (product == stored) return PassFormat::kDouble;
-      break;
-    case DType::kBFloat16:
-      if (product == stored) return PassFormat::kBFloat16;
-      if (product == DType::kHalf) return PassFormat::kBFloat16Half;
-      break;
-    case DType::kHalf:
-      if (product == stored) return PassFormat::kHalf;
-      break;
-    default:
-      break;
-  }
-  throw std::runtime_error(std::string("no pass takes ") + name_of(stored) + " with " + name_of(product));
-}
-
-// The operands of a list, all alike.
-class Operands {
- public:
-  Operands(const Tensors& tensors, const char* what, const TensorView& like)
-      : what_(what), dtype_(tensors.empty() ? like.dtype : view(tensors[0], what).dtype) {
-    for (const Tensor& tensor : tensors) {
-      const TensorView found = view(tensor, what);
-      check(found.device == like.device && found.dtype == dtype_ && is_in_order(found.sizes, found.strides),
-            std::string(what) + " must be contiguous, of one dtype, on the device of the others");
-      data_.push_back(found.data);
-      counts_.push_back(elements_of(found.sizes));
-    }
-  }
-  DType dtype() const { return dtype_; }
-  void* data(size_t i) const { return data_[i]; }
-  const std::vector<int64_t>& counts() const { return counts_; }
-  void check_is_of(const Operands& other) const {
-    check(counts_ == other.counts_, std::string(what_) + " must have as many elements as the others");
-  }
-
- private:
-  const char* what_;
-  DType dtype_;
-  std::vector<void*> data_;
-  std::vector<int64_t> counts_;
-};
-
-// Refuses numbers beyond the range of the maths, as torch's operations do.
-void check_range(DType stored, std::span<const double> numbers) {
-  const auto fits = [](double number) {
-    return !std::isfinite(number) || std::isfinite(static_cast<float>(number));
-  };
-  check(stored == DType::kDouble || std::ranges::all_of(numbers, fits),
-        "value cannot be converted to type float without overflow");
-}
-
 // Both kinds of device: on the CPU the averages stay as they are.
 void updates_into(const Tensors& averages, const Tensors& grads, const Tensors& updates, double share,
                   double lead, bool leads) {
   if (averages.empty()) return;
   const TensorView first = view(averages[0], "the average");
-  const Operands average(averages, "the average", first), grad(grads, "the gradient", first),
+  const PassOperands average(averages, "the average", first), grad(grads, "the gradient", first),
       update(updates, "the update", first);
   grad.check_is_of(average);
   update.check_is_of(average);
@@ -102,7 +44,7 @@ void decay_and_add(const Tensors& weights, const Tensors& directions, double kee
   if (weights.empty()) return;
   check(factors.size() == weights.size(), "there must be a factor for each weight");
   const TensorView first = view(weights[0], "the weight");
-  const Operands weight(weights, "the weight", first), direction(directions, "the direction", first);
+  const PassOperands weight(weights, "the weight", first), direction(directions, "the direction", first);
   direction.check_is_of(weight);
   std::vector<PassTensor> tensors;
   for (size_t i = 0; i < weights.size(); ++i) {
@@ -117,9 +59,9 @@ void advance_and_move(const Tensors& averages, const Tensors& grads, const Tenso
   if (weights.empty()) return;
   check(factors.size() == weights.size(), "there must be a factor for each weight");
   const TensorView first = view(weights[0], "the weight");
-  const Operands weight(weights, "the weight", first), average(averages, "the average", first),
+  const PassOperands weight(weights, "the weight", first), average(averages, "the average", first),
       grad(grads, "the gradient", first), direction(directions, "the direction", first);
-  for (const Operands* each : {&average, &grad, &direction}) each->check_is_of(weight);
+  for (const PassOperands* each : {&average, &grad, &direction}) each->check_is_of(weight);
   check(average.dtype() == weight.dtype() && grad.dtype() == weight.dtype(),
         "weights, averages and gradients must have one dtype");
   check_range(weight.dtype(), std::array{share, keep});
@@ -165,7 +107,7 @@ int64_t normalize_sums(const Tensors& x) {
 void normalize_into(const Tensors& x, const Tensors& to, const Tensor& sums, double eps, bool adds_eps) {
   if (x.empty()) return;
   const TensorView first = view(x[0], "x"), room = view(sums, "sums");
-  const Operands from(x, "x", first), into(to, "the quotients", first);
+  const PassOperands from(x, "x", first), into(to, "the quotients", first);
   into.check_is_of(from);
   std::vector<NormTensor> tensors = norm_tensors(x);
   check(room.device == first.device && room.dtype == DType::kFloat && is_in_order(room.sizes, room.strides) &&

@@ -8,6 +8,7 @@
 
 #include "fusedstep/isa.h"
 #include "src/core/channels.h"
+#include "src/core/chosen_channels.h"
 #include "src/core/low_rank_product.h"
 #include "src/core/matrix_chain.h"
 #include "src/core/matrix_passes.h"
@@ -55,6 +56,11 @@ struct DevicePasses {
   void (*limit)(int device, bool is_double, std::span<const ScaleTensor> tensors,
                 const LimitOptions& options);
   void (*move_channels)(int device, PassFormat format, std::span<const MoveTensor> tensors, double keep);
+  // By channels that are chosen (src/core/chosen_channels.h).
+  void (*choose)(int device, PassFormat format, std::span<const ChosenTensor> tensors,
+                 const ChoiceMemory& memory, const ChoiceOptions& options);
+  void (*move_chosen)(int device, PassFormat format, std::span<const ChosenTensor> tensors,
+                      const ChoiceMemory& memory, double keep);
 };
 
 // Chains of matrix products on a device.

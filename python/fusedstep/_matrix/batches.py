@@ -31,6 +31,7 @@ from fusedstep._matrix.chosen import (
     side_of,
     takes_rows,
 )
+from fusedstep._matrix.chosen_batches import ChosenBatches
 from fusedstep._matrix.muon_groups import (
     Part,
     beta2_of,
@@ -146,9 +147,13 @@ class MatrixBatches(ImperativeTwin):
                 can_last = arranged.options is not None and not arranged.cut_alike
                 operands.derived = arranged if can_last else None
         for batches, memory in arranged.chained:
-            if self._takes_chain(group, batches, grads):
+            if self._takes_chain(group, batches, memory, grads):
                 some = [p for batch in batches for p in batch.weights]
-                step = functools.partial(self._step_chain, group, batches, memory, grads)
+                step: Callable[[], None]
+                if isinstance(memory, ChosenBatches):
+                    step = functools.partial(self._step_chosen, group, batches, memory, grads)
+                else:
+                    step = functools.partial(self._step_chain, group, batches, memory, grads)
                 self._progress.take(some, step)
             else:
                 self._take_batches(group, batches, grads)
@@ -201,7 +206,7 @@ class MatrixBatches(ImperativeTwin):
 
     def _in_chains(
         self, group: dict[str, Any], batches: list[Together]
-    ) -> tuple[list[tuple[list[Together], ChainedBatches]], list[Together]]:
+    ) -> tuple[list[tuple[list[Together], _Chain]], list[Together]]:
         """Batches that the native engine may step together, by dtype and device, and all others."""
         alike: dict[Any, list[list[Together]]] = {}
         others = []
@@ -214,11 +219,17 @@ class MatrixBatches(ImperativeTwin):
             if not lists or size_of_batches([*lists[-1], batch]) > most:
                 lists.append([])
             lists[-1].append(batch)
-        chained = []
+        chained: list[tuple[list[Together], _Chain]] = []
         for (device, _), some in ((key, some) for key, lists in alike.items() for some in lists):
+            if has_choice(group) and not _are_apart(some):
+                others.extend(some)
+                continue
             shares = [share for batch in some for share in batch.shares]
-            shapes = [part.shape for share in shares for _, part in share.parts]
             forms = [[part.form for _, part in share.parts] for share in shares]
+            if has_choice(group):
+                chained.append((some, ChosenBatches(forms, device)))
+                continue
+            shapes = [part.shape for share in shares for _, part in share.parts]
             chained.append((some, ChainedBatches(shapes, forms, device)))
         return chained, others
 
@@ -230,11 +241,19 @@ class MatrixBatches(ImperativeTwin):
             and _takes_batches_of(group, first.device, first.dtype)
             and not group.get("normuon")
             and not batch.is_padded
-            and (first.is_cpu or all(fits_engine(*share.shape[1:]) for share in batch.shares))
+            and (
+                first.is_cpu
+                or has_choice(group)  # what is chosen has another shape
+                or all(fits_engine(*share.shape[1:]) for share in batch.shares)
+            )
         )
 
     def _takes_chain(
-        self, group: dict[str, Any], batches: list[Together], grads: list[Tensor]
+        self,
+        group: dict[str, Any],
+        batches: list[Together],
+        memory: _Chain,
+        grads: list[Tensor],
     ) -> bool:
         """Returns whether the native engine and passes take these dtypes and layouts."""
         weights = parts_of_batches(batches, [p for batch in batches for p in batch.weights])
@@ -244,6 +263,7 @@ class MatrixBatches(ImperativeTwin):
         return (
             _takes_batches_of(group, device, dtype)  # another instruction set may be in use since
             and updates_dtype(dtype, group.get("ns_dtype")) is not None
+            and (isinstance(memory, ChainedBatches) or memory.fits(group))
             and have_passes(weights, averages, some)
         )
 
@@ -273,11 +293,7 @@ class MatrixBatches(ImperativeTwin):
         memory.update(averages, ordered, 1 - momentum, lead)
         directions = memory.orthogonalize(float(group["eps"]), bool(group.get("adds_eps")))
         take_second = self._second_step(group, moving)
-        alike, begin = [], 0
-        for batch in batches:
-            for shape, indices in batch.alike.items():
-                alike.append((self._ratio(group, shape), [begin + index for index in indices]))
-            begin += sum(len(share.parts) for share in batch.shares)
+        alike = self._alike(group, batches)
         if first.is_cpu:
             factors = _factors(group, alike, len(values))
             keep = 1 - float(group["lr"]) * float(group["weight_decay"])
@@ -285,6 +301,45 @@ class MatrixBatches(ImperativeTwin):
         else:
             self._move(group, values, directions, alike, rooms, is_native=True)
         take_second()
+
+    def _step_chosen(
+        self,
+        group: dict[str, Any],
+        batches: list[Together],
+        memory: ChosenBatches,
+        grads: list[Tensor],
+    ) -> None:
+        """As ``_step_chain``, of the rows or columns that are chosen."""
+        ordered = [grads[i] for batch in batches for i in batch.places]
+        known = [each for batch in batches for each in batch.moving]
+        moving = self._begin(group, [each.weight for each in known], ordered, known)
+        values, averages, ordered = (
+            parts_of_batches(batches, each)
+            for each in ([x.value for x in known], [x.average for x in known], ordered)
+        )
+        first = values[0]
+        updates = updates_dtype(first.dtype, group.get("ns_dtype"))
+        assert updates is not None
+        steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
+        memory.take(self._scratch, updates, ns_dtype_of(group, first.device), steps)
+        memory.choose(averages, ordered, float(group["momentum"]), bool(group.get("maximize")))
+        directions = memory.orthogonalize(float(group["eps"]), bool(group.get("adds_eps")))
+        take_second = self._second_step(group, moving)
+        factors = _factors(group, self._alike(group, batches), len(values))
+        keep = 1 - float(group["lr"]) * float(group["weight_decay"])
+        memory.move(values, directions, keep, factors)
+        take_second()
+
+    def _alike(
+        self, group: dict[str, Any], batches: list[Together]
+    ) -> list[tuple[float, list[int]]]:
+        """Factors of the learning rate, and the places of the parts of batches that have them."""
+        alike, begin = [], 0
+        for batch in batches:
+            for shape, indices in batch.alike.items():
+                alike.append((self._ratio(group, shape), [begin + index for index in indices]))
+            begin += sum(len(share.parts) for share in batch.shares)
+        return alike
 
     def _new_batch(
         self, group: dict[str, Any], places: list[int], weights: list[Tensor]
@@ -749,13 +804,16 @@ class MatrixBatches(ImperativeTwin):
             increment_version([each.weight for each in moving])
 
 
+_Chain = ChainedBatches | ChosenBatches
+
+
 class _Arrangement(NamedTuple):
     """The batches that a group is stepped in, for as long as its operands and options stay."""
 
     weights: list[Tensor]
     options: list[Any] | None
     """Those that have passed checks; None where a step has to look again."""
-    chained: list[tuple[list[Together], ChainedBatches]]
+    chained: list[tuple[list[Together], _Chain]]
     """Batches that the native engine steps together where dtypes and gradients allow it."""
     batches: list[Together]
     cut_alike: dict[Any, list[int]]
@@ -799,6 +857,16 @@ def _takes_all_shapes(group: dict[str, Any], device: torch.device) -> bool:
     return has_choice(group) and device.type != "cpu"
 
 
+def _are_apart(batches: list[Together]) -> bool:
+    """Returns whether no weights or averages share memory: passes take elements in any order.
+
+    Operands are those that passes take, whose elements lie without a gap.
+    """
+    found = [x for batch in batches for of in batch.moving for x in (of.value, of.average)]
+    ends = sorted((x.data_ptr(), x.data_ptr() + x.numel() * x.itemsize) for x in found)
+    return all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ends))
+
+
 def _in_lists(sizes: dict[_Key, int], most: int) -> list[list[_Key]]:
     """Keys in lists of so many elements at most, or of one key; ``sizes``: the elements of each."""
     lists: list[list[_Key]] = []
@@ -812,10 +880,12 @@ def _in_lists(sizes: dict[_Key, int], most: int) -> list[list[_Key]]:
 def _takes_batches_of(group: dict[str, Any], device: torch.device, dtype: torch.dtype) -> bool:
     """Returns whether the native engine and passes step batches of these weights together.
 
-    On a CPU cautious decay is not in the pass that writes averages and weights in one call. No pass
-    chooses rows.
+    Cautious decay is in no pass that moves chosen rows, nor in the one of a CPU, which writes
+    averages and weights in one call. No pass of a CPU chooses rows.
     """
-    if has_choice(group) or (device.type == "cpu" and group.get("cautious_decay")):
+    if device.type == "cpu" and has_choice(group):
+        return False
+    if group.get("cautious_decay") and (device.type == "cpu" or has_choice(group)):
         return False
     return takes_batches_of(device, dtype, group.get("ns_dtype"), ns_dtype_of(group, device))
 

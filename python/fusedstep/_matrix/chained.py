@@ -77,6 +77,8 @@ class ChainedBatches:
         self._device = device
         self._memory: list[Tensor] = []
         self._kind: Any = None
+        self.updates: list[Tensor] = []
+        """The memory of each part's update, once it is taken."""
 
     def take(
         self, scratch: Scratch, updates: torch.dtype, products: torch.dtype, steps: Sequence[Step]
@@ -96,7 +98,7 @@ class ChainedBatches:
             quotient, spare = update.view(products) if in_place else memory[2], memory[1]
             self._matrices, self._quotients = self._in_batches(update), self._in_batches(quotient)
             self._chain = Chain(self._quotients, self._in_batches(spare), steps)
-            self._updates = self._parts(update)
+            self.updates = self._parts(update)
             found = [self._parts(spare), self._parts(quotient)]
             self._directions = [
                 found[self._chain.is_in_place(batch)][place] for place, batch in enumerate(self._of)
@@ -117,11 +119,11 @@ class ChainedBatches:
     ) -> None:
         """Writes the updates. On a GPU, takes a share of gradients into averages."""
         write = updates_into if self._device.type == "cpu" else average_into
-        write(averages, grads, self._updates, share, lead)
+        write(averages, grads, self.updates, share, lead)
 
     def copy(self, updates: list[Tensor]) -> None:
         """Takes updates that are there."""
-        torch._foreach_copy_(self._updates, updates)
+        torch._foreach_copy_(self.updates, updates)
 
     def orthogonalize(self, eps: float, adds_eps: bool) -> list[Tensor]:
         """Iterates on the updates. Returns the result of each part, in the part's shape."""

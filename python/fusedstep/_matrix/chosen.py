@@ -29,6 +29,11 @@ def side_of(group: dict[str, Any], rows: int, columns: int) -> int:
     return rows if takes_rows(group, rows, columns) else columns
 
 
+def count_of(group: dict[str, Any], side: int) -> int:
+    """The number of the rows or columns that are chosen of so many."""
+    return min(max(1, math.ceil(float(group["rank_fraction"]) * side)), side)
+
+
 def norms_of(x: Tensor, of_rows: bool) -> Tensor:
     """The L1 norms of the rows or columns of matrices [count, rows, columns]."""
     dim = -1 if of_rows else -2
@@ -39,8 +44,7 @@ def norms_of(x: Tensor, of_rows: bool) -> Tensor:
 
 def largest(group: dict[str, Any], norms: Tensor) -> Tensor:
     """The places of the largest norms, [..., k] of [..., n], in their order."""
-    side = norms.shape[-1]
-    count = min(max(1, math.ceil(float(group["rank_fraction"]) * side)), side)
+    count = count_of(group, norms.shape[-1])
     order = norms.float().sort(dim=-1, descending=True, stable=True).indices
     return order[..., :count].sort(dim=-1).values
 

@@ -129,3 +129,43 @@ def advance_and_move(
     run(averages, grads, weights, directions, share, keep, factors)
     increment_version(averages)
     increment_version(weights)
+
+
+def choose_into(
+    sums: list[Tensor],
+    grads: list[Tensor],
+    updates: Sequence[Tensor],
+    memory: Tensor,
+    forms: list[int],
+    momentum: float,
+    maximizes: bool,
+) -> None:
+    """Adds gradients to sums, and writes the rows or columns with the largest norms to updates.
+
+    These are multiplied by the momentum in the sums then. ``maximizes``: gradients are subtracted.
+    ``forms``: five numbers for each tensor. They are its matrices, their rows and columns, how many
+    are chosen of each, and whether rows are. ``memory``: as ``choice_memory`` says; it has the
+    choice then, for ``move_chosen``.
+    """
+    run = torch.ops.fusedstep.choose_into.default
+    run(sums, grads, updates, memory, forms, momentum, maximizes)
+    increment_version(sums)
+
+
+def choice_memory(forms: list[int]) -> int:
+    """The numbers of float64 that ``choose_into`` needs on its device."""
+    return torch.ops.fusedstep.choice_memory.default(forms)
+
+
+def move_chosen(
+    weights: list[Tensor],
+    directions: Sequence[Tensor],
+    memory: Tensor,
+    forms: list[int],
+    keep: float,
+    factors: list[float],
+) -> None:
+    """As ``decay_and_add``, with directions of the rows or columns that ``choose_into`` chose."""
+    run = torch.ops.fusedstep.move_chosen.default
+    run(weights, directions, memory, forms, keep, factors)
+    increment_version(weights)

@@ -8,11 +8,16 @@ import torch
 
 from fusedstep import optim
 from fusedstep._matrix import batches
+from fusedstep._matrix.newton_schulz import has_engine
 from reference.dion2 import dion2
 from support.matrices import assert_moved_alike, largest_allocation, parameters, step
 from support.stepping import WAYS
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+NEEDS_ENGINE = pytest.mark.skipif(
+    not (torch.cuda.is_available() and has_engine(torch.device("cuda"))),
+    reason="needs a GPU with native products",
+)
 DEVICES = ("cpu", pytest.param("cuda", marks=NEEDS_GPU))
 FUSED = pytest.mark.parametrize("fused", [None, False], ids=["together", "one by one"])
 
@@ -214,6 +219,225 @@ def test_values_of_bfloat16_weights_are_kept(options, fused):
         moved[dtype] = [p.detach().float() for p in params]
     bound = 0.4 if "seed" in options else 0.1
     assert_moved_alike(moved[torch.bfloat16], moved[torch.float32], start, bound)
+
+
+def chains(monkeypatch):
+    """The shapes of weights of which native passes choose rows, at each call."""
+    seen, step = [], batches.MatrixBatches._step_chosen
+
+    def noted(self, group, some, *rest):
+        seen.append([tuple(p.shape) for batch in some for p in batch.weights])
+        step(self, group, some, *rest)
+
+    monkeypatch.setattr(batches.MatrixBatches, "_step_chosen", noted)
+    return seen
+
+
+#: What the native engine of a GPU takes a quarter of: wide, tall and square, with channels of
+#: several segments of a norm, and of weights that have several matrices.
+NATIVE = dict.fromkeys(
+    [(8, 32), (32, 32), (64, 32), (8, 4104), (304, 32), (8, 4, 2, 2), (3, 16, 24), (1, 8)], list
+)
+
+#: An option that no native pass of chosen rows has, and that changes nothing without decay.
+BY_TORCH = {"cautious_decay": True, "weight_decay": 0.0}
+
+
+@NEEDS_ENGINE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"maximize": True},
+        {"rank_fraction": 1e-9},
+        {"rank_fraction": 1},
+        {"momentum": 0.5},
+        {"ns_dtype": torch.bfloat16},
+        {"ns_dtype": torch.float16},
+        {"adjust_lr_fn": "match_rms_adamw", "ns_coefficients": "polar_express"},
+    ],
+    ids=str,
+)
+def test_native_passes_have_the_bits_of_torchs_operations(options, dtype, monkeypatch):
+    if dtype is torch.float16 and options.get("ns_dtype") is torch.bfloat16:
+        pytest.skip("the engine has no such products")
+    # A single row is no multiple of 8 columns, nor are the columns of a tall matrix.
+    shapes = {
+        shape: list for shape in NATIVE if options.get("rank_fraction") != 1e-9 or shape[0] == 8
+    }
+    options = {"ns_dtype": None, "weight_decay": 0.0, "device": "cuda", "dtype": dtype} | options
+    seen = chains(monkeypatch)
+    found, first = trained(shapes, **options)
+    assert [set(each) for each in seen] == [set(shapes)] * 4
+    expected, second = trained(shapes, **options | BY_TORCH)
+    assert len(seen) == 4
+    for p, q in zip(found, expected, strict=True):
+        average, other = (x.state[w]["momentum_buffer"] for x, w in ((first, p), (second, q)))
+        assert average.equal(other)
+        assert p.equal(q)
+
+
+@NEEDS_ENGINE
+@pytest.mark.parametrize("decay", [0.1, 3.0])
+def test_native_passes_decay_as_torchs_operations(decay, monkeypatch):
+    options = {"ns_dtype": None, "weight_decay": decay, "device": "cuda"}
+    seen = chains(monkeypatch)
+    found, _ = trained(NATIVE, **options)
+    assert len(seen) == 4
+    monkeypatch.setattr(batches, "_takes_batches_of", lambda *_: False)
+    expected, _ = trained(NATIVE, **options)
+    assert len(seen) == 4
+    assert all(map(torch.equal, found, expected))
+
+
+@NEEDS_ENGINE
+@pytest.mark.parametrize(
+    ("shape", "option"),
+    [((24, 16), {"split_heads": 3}), ((48, 16), {"split_sizes": (16, 16, 8, 8)})],
+    ids=["heads", "sizes"],
+)
+def test_native_passes_choose_rows_of_each_part(shape, option, monkeypatch):
+    options = {"ns_dtype": None, "device": "cuda", "rank_fraction": 0.5} | option
+    seen = chains(monkeypatch)
+    found, _ = trained({shape: list}, **options)
+    assert seen == [[shape]] * 4
+    monkeypatch.setattr(batches, "_takes_batches_of", lambda *_: False)
+    expected, _ = trained({shape: list}, **options)
+    assert all(map(torch.equal, found, expected))
+
+
+@NEEDS_ENGINE
+@pytest.mark.parametrize("shape", [(32, 64), (64, 32)], ids=["rows", "columns"])
+@pytest.mark.parametrize("special", [torch.nan, torch.inf, -torch.inf])
+def test_native_passes_choose_what_is_not_a_number(shape, special, monkeypatch):
+    """As the largest norm, and of equal norms the first."""
+    weights = {}
+    for is_native in (True, False):
+        if not is_native:
+            monkeypatch.setattr(batches, "_takes_batches_of", lambda *_: False)
+        weights[is_native] = [torch.nn.Parameter(torch.ones(shape, device="cuda")) for _ in "ab"]
+        optimizer = optim.Muon(weights[is_native], rank_fraction=0.25)
+        for p in weights[is_native]:
+            p.grad = torch.ones_like(p)
+        weights[is_native][0].grad[5, 7] = special
+        weights[is_native][0].grad[9, 4] = special
+        optimizer.step()
+        averages = [optimizer.state[p]["momentum_buffer"] for p in weights[is_native]]
+        weights[is_native] += averages
+        assert weights[is_native][0].isnan().any()
+        assert not weights[is_native][1].isnan().any()
+    for found, expected in zip(weights[True], weights[False], strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@NEEDS_ENGINE
+def test_native_passes_are_of_what_they_take(monkeypatch):
+    seen = chains(monkeypatch)
+    for options in ({"normuon": True}, {"cautious_decay": True}, {"ns_dtype": torch.float32}):
+        trained({(8, 32): list}, device="cuda", **{"ns_dtype": None} | options)
+    trained({(8, 32): list}, device="cuda", ns_dtype=None, dtype=torch.float64)
+    trained({(8, 30): list, (8, 32): list}, device="cuda", ns_dtype=None)
+    trained({(64, 20): list}, device="cuda", ns_dtype=None)  # of 5 columns
+    assert seen == []
+    trained({(64, 32): list, (0, 8): list}, device="cuda", ns_dtype=None)
+    assert seen == [[(64, 32)]] * 4
+    params, optimizer = trained({(64, 32): list}, device="cuda", ns_dtype=None, steps=1)
+    for fraction, count in ((0.5, 6), (0.1, 6), (None, 6), (0.25, 7)):
+        optimizer.param_groups[0]["rank_fraction"] = fraction
+        twin = copy.deepcopy(optimizer)
+        optimizer.step()
+        assert len(seen) == count
+        twin.param_groups[0]["params"][0].grad = params[0].grad
+        twin.step()
+        del seen[count:]
+        assert params[0].equal(twin.param_groups[0]["params"][0])
+
+
+@NEEDS_ENGINE
+def test_gradients_of_other_layouts_are_stepped_by_torch(monkeypatch):
+    seen, found = chains(monkeypatch), []
+    grad = torch.randn(32, 64, device="cuda")
+    for each in (grad, grad.T.contiguous().T):
+        p = torch.nn.Parameter(torch.ones(32, 64, device="cuda"))
+        p.grad = each
+        optim.Muon([p], rank_fraction=0.25).step()
+        found.append(p.detach())
+    assert len(seen) == 1
+    assert found[0].equal(found[1])
+
+
+@NEEDS_ENGINE
+def test_native_steps_repeat_their_bits_and_count_versions(monkeypatch):
+    seen = chains(monkeypatch)
+    first, optimizer = trained(NATIVE, ns_dtype=None, device="cuda")
+    second, _ = trained(NATIVE, ns_dtype=None, device="cuda")
+    assert len(seen) == 8
+    assert all(map(torch.equal, first, second))
+    average = optimizer.state[first[0]]["momentum_buffer"]
+    before = first[0]._version, average._version
+    optimizer.step()
+    assert (first[0]._version > before[0], average._version > before[1]) == (True, True)
+
+
+@NEEDS_ENGINE
+def test_a_native_step_waits_for_nothing_and_allocates_nothing():
+    _, optimizer = trained(NATIVE, ns_dtype=None, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        optimizer.step()
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@NEEDS_ENGINE
+@pytest.mark.parametrize("begin", [0, 4, 7, 8])
+def test_weights_that_share_memory_are_stepped_by_torch(begin, monkeypatch):
+    seen = chains(monkeypatch)
+    whole = torch.ones(16, 32, device="cuda")
+    params = [torch.nn.Parameter(each) for each in (whole[begin : begin + 8], whole[:8])]
+    optimizer = optim.Muon(params, rank_fraction=0.25)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert bool(seen) == (begin == 8)
+
+
+@NEEDS_GPU
+def test_operands_that_do_not_fit_are_refused():
+    x, narrow = torch.ones(8, 16, device="cuda"), torch.ones(2, 16, device="cuda").half()
+    forms = [1, 8, 16, 2, 1]
+    size = torch.ops.fusedstep.choice_memory(forms)
+    memory = torch.empty(size, dtype=torch.float64, device="cuda")
+    choose, move = torch.ops.fusedstep.choose_into, torch.ops.fusedstep.move_chosen
+    choose([x], [x.clone()], [narrow], memory, forms, 0.9, False)
+    with pytest.raises(RuntimeError, match="contiguous"):
+        choose([x.T], [x], [narrow], memory, forms, 0.9, False)
+    with pytest.raises(RuntimeError, match="as many elements"):
+        choose([x], [x[:2]], [narrow], memory, forms, 0.9, False)
+    with pytest.raises(RuntimeError, match="the elements that forms say"):
+        choose([x], [x], [narrow[:1]], memory, forms, 0.9, False)
+    with pytest.raises(RuntimeError, match="must have one dtype"):
+        choose([x], [x.half()], [narrow], memory, forms, 0.9, False)
+    with pytest.raises(RuntimeError, match="as much as choice_memory says"):
+        choose([x], [x], [narrow], memory[1:], forms, 0.9, False)
+    with pytest.raises(RuntimeError, match="no pass takes float64"):
+        choose([x.double()], [x.double()], [narrow], memory, forms, 0.9, False)
+    with pytest.raises(RuntimeError, match="a factor for each"):
+        move([x], [narrow], memory, forms, 1.0, [])
+    with pytest.raises(RuntimeError, match="the elements that forms say"):
+        move([x], [x], memory, forms, 1.0, [1.0])
+
+
+@pytest.mark.parametrize(
+    "forms", [[1, 2, 3], [0, 8, 8, 1, 1], [1, 8, 9, 9, 1], [1, 9, 8, 9, 0], [1, 8, 1 << 31, 1, 1]]
+)
+def test_forms_that_are_none_are_refused(forms):
+    with pytest.raises(RuntimeError, match="forms must be"):
+        torch.ops.fusedstep.choice_memory(forms)
 
 
 def test_states_in_codes():

@@ -1,0 +1,148 @@
+// The passes of a step that moves chosen rows or columns of each matrix alone (src/core/chosen_channels.h):
+// choose_into before the matrix products, and move_chosen after them, on a device.
+#include "src/core/chosen_channels.h"
+
+#include <algorithm>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "src/ops/native_plan.h"
+#include "src/ops/pass_operands.h"
+#include "src/run/backend.h"
+
+namespace fusedstep::ops {
+namespace {
+
+// Of a tensor: its matrices, their rows and columns, the chosen channels of a matrix, and whether these are
+// rows.
+constexpr size_t kNumbers = 5;
+
+// Tensors without their operands, and the memory that their passes need.
+struct Choice {
+  std::vector<ChosenTensor> tensors;
+  int64_t channels = 0, chosen = 0, partials = 0;
+
+  explicit Choice(const std::vector<int64_t>& forms) {
+    check(forms.size() % kNumbers == 0, "forms must be five numbers for each tensor");
+    for (size_t i = 0; i < forms.size(); i += kNumbers) add(&forms[i]);
+  }
+  // In numbers of float64.
+  int64_t memory() const {
+    const size_t bytes = channels * (sizeof(float) + sizeof(int32_t)) + chosen * sizeof(int32_t);
+    return partials + static_cast<int64_t>((bytes + sizeof(double) - 1) / sizeof(double));
+  }
+  ChoiceMemory in(const Tensor& memory, int device) const {
+    const TensorView room = view(memory, "memory");
+    check(room.dtype == DType::kDouble && room.device == device && is_in_order(room.sizes, room.strides) &&
+              elements_of(room.sizes) >= this->memory(),
+          "memory must be contiguous float64, as much as choice_memory says, on the device of the others");
+    ChoiceMemory found{};
+    found.partials = static_cast<double*>(room.data);
+    found.norms = reinterpret_cast<float*>(found.partials + partials);
+    found.positions = reinterpret_cast<int32_t*>(found.norms + channels);
+    found.places = found.positions + channels;
+    return found;
+  }
+
+ private:
+  void add(const int64_t* form) {
+    constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+    const bool by_rows = form[4] != 0;
+    check(std::ranges::all_of(form, form + 4, [](int64_t x) { return x > 0 && x <= kMost; }) &&
+              form[3] <= (by_rows ? form[1] : form[2]),
+          "forms must be matrices, rows, columns, chosen channels and whether these are rows");
+    ChosenTensor tensor{};
+    tensor.matrices = static_cast<int32_t>(form[0]);
+    tensor.rows = static_cast<int32_t>(form[1]);
+    tensor.columns = static_cast<int32_t>(form[2]);
+    tensor.chosen = static_cast<int32_t>(form[3]);
+    tensor.channels = by_rows ? Channels::kRows : Channels::kColumns;
+    tensor.first_channel = static_cast<uint32_t>(channels);
+    tensor.first_chosen = static_cast<uint32_t>(chosen);
+    tensor.first_partial = static_cast<uint32_t>(partials);
+    channels += form[0] * channels_of(tensor);
+    chosen += form[0] * form[3];
+    partials += partials_of(tensor);
+    check(std::max(channels, partials) <= std::numeric_limits<uint32_t>::max(),
+          "there are too many channels");
+    tensors.push_back(tensor);
+  }
+};
+
+int64_t elements_of(const ChosenTensor& tensor) {
+  return int64_t{tensor.matrices} * tensor.rows * tensor.columns;
+}
+int64_t chosen_elements_of(const ChosenTensor& tensor) {
+  return int64_t{tensor.matrices} * tensor.chosen * (has_rows(tensor) ? tensor.columns : tensor.rows);
+}
+
+// Throws std::runtime_error unless operands have the elements of the tensors.
+void check_counts(const Choice& choice, const PassOperands& whole, const PassOperands& chosen) {
+  bool fits =
+      whole.counts().size() == choice.tensors.size() && chosen.counts().size() == choice.tensors.size();
+  for (size_t i = 0; fits && i < choice.tensors.size(); ++i) {
+    fits = whole.counts()[i] == elements_of(choice.tensors[i]) &&
+           chosen.counts()[i] == chosen_elements_of(choice.tensors[i]);
+  }
+  check(fits, "operands must have the elements that forms say");
+}
+
+int64_t choice_memory(const std::vector<int64_t>& forms) { return Choice(forms).memory(); }
+
+void choose_into(const Tensors& sums, const Tensors& grads, const Tensors& updates, const Tensor& memory,
+                 const std::vector<int64_t>& forms, double momentum, bool maximizes) {
+  if (sums.empty()) return;
+  const TensorView first = view(sums[0], "the sum");
+  const PassOperands sum(sums, "the sum", first), grad(grads, "the gradient", first),
+      update(updates, "the update", first);
+  grad.check_is_of(sum);
+  check(grad.dtype() == sum.dtype(), "gradients and sums must have one dtype");
+  Choice choice(forms);
+  check_counts(choice, sum, update);
+  for (size_t i = 0; i < sums.size(); ++i) {
+    choice.tensors[i].stored = sum.data(i);
+    choice.tensors[i].grad = grad.data(i);
+    choice.tensors[i].product = update.data(i);
+  }
+  device_passes().choose(first.device, format_of(sum.dtype(), update.dtype()), choice.tensors,
+                         choice.in(memory, first.device), {momentum, maximizes});
+}
+
+void move_chosen(const Tensors& weights, const Tensors& directions, const Tensor& memory,
+                 const std::vector<int64_t>& forms, double keep, const std::vector<double>& factors) {
+  if (weights.empty()) return;
+  check(factors.size() == weights.size(), "there must be a factor for each weight");
+  const TensorView first = view(weights[0], "the weight");
+  const PassOperands weight(weights, "the weight", first), direction(directions, "the direction", first);
+  Choice choice(forms);
+  check_counts(choice, weight, direction);
+  for (size_t i = 0; i < weights.size(); ++i) {
+    choice.tensors[i].stored = weight.data(i);
+    choice.tensors[i].product = direction.data(i);
+    choice.tensors[i].factor = factors[i];
+  }
+  device_passes().move_chosen(first.device, format_of(weight.dtype(), direction.dtype()), choice.tensors,
+                              choice.in(memory, first.device), keep);
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
+  m.def("choice_memory(int[] forms) -> int");
+  m.def(
+      "choose_into(Tensor(a!)[] sums, Tensor[] grads, Tensor(b!)[] updates, Tensor(c!) memory, int[] forms, "
+      "float momentum, bool maximizes) -> ()");
+  m.def(
+      "move_chosen(Tensor(a!)[] weights, Tensor[] directions, Tensor memory, int[] forms, float keep, "
+      "float[] "
+      "factors) -> ()");
+}
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
+  m.impl("choice_memory", TORCH_BOX(&choice_memory));
+}
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, CUDA, m) {
+  m.impl("choose_into", TORCH_BOX(&choose_into));
+  m.impl("move_chosen", TORCH_BOX(&move_chosen));
+}
+
+}  // namespace
+}  // namespace fusedstep::ops
