@@ -3,6 +3,7 @@
 #include "src/core/chosen_channels.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <limits>
 #include <string>
 #include <vector>
@@ -70,66 +71,83 @@ struct Choice {
   }
 };
 
-int64_t elements_of(const ChosenTensor& tensor) {
+int64_t whole_elements_of(const ChosenTensor& tensor) {
   return int64_t{tensor.matrices} * tensor.rows * tensor.columns;
 }
 int64_t chosen_elements_of(const ChosenTensor& tensor) {
   return int64_t{tensor.matrices} * tensor.chosen * (has_rows(tensor) ? tensor.columns : tensor.rows);
 }
 
-// Throws std::runtime_error unless operands have the elements of the tensors.
-void check_counts(const Choice& choice, const PassOperands& whole, const PassOperands& chosen) {
-  bool fits =
-      whole.counts().size() == choice.tensors.size() && chosen.counts().size() == choice.tensors.size();
-  for (size_t i = 0; fits && i < choice.tensors.size(); ++i) {
-    fits = whole.counts()[i] == elements_of(choice.tensors[i]) &&
-           chosen.counts()[i] == chosen_elements_of(choice.tensors[i]);
-  }
-  check(fits, "operands must have the elements that forms say");
+constexpr const char* kDoNotFit = "operands must have the elements that forms say";
+
+void check_counts(const Choice& choice, const PassOperands& whole) {
+  check(std::ranges::equal(whole.counts(), choice.tensors, {}, {}, whole_elements_of), kDoNotFit);
 }
 
 int64_t choice_memory(const std::vector<int64_t>& forms) { return Choice(forms).memory(); }
 
-void choose_into(const Tensors& sums, const Tensors& grads, const Tensors& updates, const Tensor& memory,
+// Binds updates that lie one behind another in memory. Returns their dtype.
+DType bind_updates(Choice& choice, const Tensor& updates, int device) {
+  const TensorView memory = view(updates, "updates");
+  check(memory.device == device && is_in_order(memory.sizes, memory.strides),
+        "updates must be contiguous, on the device of the others");
+  auto* at = static_cast<std::byte*>(memory.data);
+  int64_t count = 0;
+  for (ChosenTensor& tensor : choice.tensors) {
+    tensor.product = at;
+    at += chosen_elements_of(tensor) * element_size(memory.dtype);
+    count += chosen_elements_of(tensor);
+  }
+  check(count == elements_of(memory.sizes), kDoNotFit);
+  return memory.dtype;
+}
+
+void choose_into(const Tensors& sums, const Tensors& grads, const Tensor& updates, const Tensor& memory,
                  const std::vector<int64_t>& forms, double momentum, bool maximizes) {
   if (sums.empty()) return;
   const TensorView first = view(sums[0], "the sum");
-  const PassOperands sum(sums, "the sum", first), grad(grads, "the gradient", first),
-      update(updates, "the update", first);
+  const PassOperands sum(sums, "the sum", first), grad(grads, "the gradient", first);
   grad.check_is_of(sum);
   check(grad.dtype() == sum.dtype(), "gradients and sums must have one dtype");
   Choice choice(forms);
-  check_counts(choice, sum, update);
+  check_counts(choice, sum);
   for (size_t i = 0; i < sums.size(); ++i) {
     choice.tensors[i].stored = sum.data(i);
     choice.tensors[i].grad = grad.data(i);
-    choice.tensors[i].product = update.data(i);
   }
-  device_passes().choose(first.device, format_of(sum.dtype(), update.dtype()), choice.tensors,
-                         choice.in(memory, first.device), {momentum, maximizes});
+  const PassFormat format = format_of(sum.dtype(), bind_updates(choice, updates, first.device));
+  device_passes().choose(first.device, format, choice.tensors, choice.in(memory, first.device),
+                         {momentum, maximizes});
+}
+
+// Binds the directions of a move, and its factors.
+PassFormat bind_directions(Choice& choice, const PassOperands& weight, const PassOperands& direction,
+                           const std::vector<double>& factors) {
+  check(factors.size() == weight.counts().size(), "there must be a factor for each weight");
+  check_counts(choice, weight);
+  check(std::ranges::equal(direction.counts(), choice.tensors, {}, {}, chosen_elements_of), kDoNotFit);
+  for (size_t i = 0; i < factors.size(); ++i) {
+    choice.tensors[i].product = direction.data(i);
+    choice.tensors[i].factor = factors[i];
+  }
+  return format_of(weight.dtype(), direction.dtype());
 }
 
 void move_chosen(const Tensors& weights, const Tensors& directions, const Tensor& memory,
                  const std::vector<int64_t>& forms, double keep, const std::vector<double>& factors) {
   if (weights.empty()) return;
-  check(factors.size() == weights.size(), "there must be a factor for each weight");
   const TensorView first = view(weights[0], "the weight");
   const PassOperands weight(weights, "the weight", first), direction(directions, "the direction", first);
   Choice choice(forms);
-  check_counts(choice, weight, direction);
-  for (size_t i = 0; i < weights.size(); ++i) {
-    choice.tensors[i].stored = weight.data(i);
-    choice.tensors[i].product = direction.data(i);
-    choice.tensors[i].factor = factors[i];
-  }
-  device_passes().move_chosen(first.device, format_of(weight.dtype(), direction.dtype()), choice.tensors,
-                              choice.in(memory, first.device), keep);
+  const PassFormat format = bind_directions(choice, weight, direction, factors);
+  for (size_t i = 0; i < weights.size(); ++i) choice.tensors[i].stored = weight.data(i);
+  device_passes().move_chosen(first.device, format, choice.tensors, choice.in(memory, first.device), keep);
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
   m.def("choice_memory(int[] forms) -> int");
   m.def(
-      "choose_into(Tensor(a!)[] sums, Tensor[] grads, Tensor(b!)[] updates, Tensor(c!) memory, int[] forms, "
+      "choose_into(Tensor(a!)[] sums, Tensor[] grads, Tensor(b!) updates, Tensor(c!) memory, int[] forms, "
       "float momentum, bool maximizes) -> ()");
   m.def(
       "move_chosen(Tensor(a!)[] weights, Tensor[] directions, Tensor memory, int[] forms, float keep, "

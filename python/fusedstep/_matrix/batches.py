@@ -221,13 +221,13 @@ class MatrixBatches(ImperativeTwin):
             lists[-1].append(batch)
         chained: list[tuple[list[Together], _Chain]] = []
         for (device, _), some in ((key, some) for key, lists in alike.items() for some in lists):
-            if has_choice(group) and not _are_apart(some):
-                others.extend(some)
-                continue
             shares = [share for batch in some for share in batch.shares]
             forms = [[part.form for _, part in share.parts] for share in shares]
             if has_choice(group):
-                chained.append((some, ChosenBatches(forms, device)))
+                moving = [each for batch in some for each in batch.moving]
+                operands = ([each.value for each in moving], [each.average for each in moving])
+                parts = [parts_of_batches(some, each) for each in operands]
+                chained.append((some, ChosenBatches(forms, *parts)))
                 continue
             shapes = [part.shape for share in shares for _, part in share.parts]
             chained.append((some, ChainedBatches(shapes, forms, device)))
@@ -256,16 +256,22 @@ class MatrixBatches(ImperativeTwin):
         grads: list[Tensor],
     ) -> bool:
         """Returns whether the native engine and passes take these dtypes and layouts."""
+        some = [grads[i] for batch in batches for i in batch.places]
+        if isinstance(memory, ChosenBatches):
+            first = memory.weights[0]
+            return self._takes_kind(group, first) and memory.fits(group, some)
         weights = parts_of_batches(batches, [p for batch in batches for p in batch.weights])
         averages = [each.average for batch in batches for each in batch.moving]
-        some = [grads[i] for batch in batches for i in batch.places]
-        device, dtype = weights[0].device, weights[0].dtype
-        return (
-            _takes_batches_of(group, device, dtype)  # another instruction set may be in use since
-            and updates_dtype(dtype, group.get("ns_dtype")) is not None
-            and (isinstance(memory, ChainedBatches) or memory.fits(group))
-            and have_passes(weights, averages, some)
-        )
+        return self._takes_kind(group, weights[0]) and have_passes(weights, averages, some)
+
+    @staticmethod
+    def _takes_kind(group: dict[str, Any], weight: Tensor) -> bool:
+        """Returns whether the native engine takes weights of a dtype by the options of a group.
+
+        These and the instruction set may have changed since the batches were made.
+        """
+        takes_updates = updates_dtype(weight.dtype, group.get("ns_dtype")) is not None
+        return takes_updates and _takes_batches_of(group, weight.device, weight.dtype)
 
     def _step_chain(
         self,
@@ -310,24 +316,19 @@ class MatrixBatches(ImperativeTwin):
         grads: list[Tensor],
     ) -> None:
         """As ``_step_chain``, of the rows or columns that are chosen."""
-        ordered = [grads[i] for batch in batches for i in batch.places]
-        known = [each for batch in batches for each in batch.moving]
-        moving = self._begin(group, [each.weight for each in known], ordered, known)
-        values, averages, ordered = (
-            parts_of_batches(batches, each)
-            for each in ([x.value for x in known], [x.average for x in known], ordered)
-        )
-        first = values[0]
+        taken = in_order([grads[i] for batch in batches for i in batch.places])
+        first, ordered = memory.weights[0], parts_of_batches(batches, taken)
         updates = updates_dtype(first.dtype, group.get("ns_dtype"))
         assert updates is not None
         steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
         memory.take(self._scratch, updates, ns_dtype_of(group, first.device), steps)
-        memory.choose(averages, ordered, float(group["momentum"]), bool(group.get("maximize")))
+        memory.choose(ordered, float(group["momentum"]), bool(group.get("maximize")))
         directions = memory.orthogonalize(float(group["eps"]), bool(group.get("adds_eps")))
+        known = [each for batch in batches for each in batch.moving]
+        moving = self._begin(group, [each.weight for each in known], taken, known)
         take_second = self._second_step(group, moving)
-        factors = _factors(group, self._alike(group, batches), len(values))
-        keep = 1 - float(group["lr"]) * float(group["weight_decay"])
-        memory.move(values, directions, keep, factors)
+        factors = _factors(group, self._alike(group, batches), len(ordered))
+        memory.move(directions, 1 - float(group["lr"]) * float(group["weight_decay"]), factors)
         take_second()
 
     def _alike(
@@ -855,16 +856,6 @@ def _takes_all_shapes(group: dict[str, Any], device: torch.device) -> bool:
     The products of chosen rows are small: a GPU would wait for the host, shape by shape.
     """
     return has_choice(group) and device.type != "cpu"
-
-
-def _are_apart(batches: list[Together]) -> bool:
-    """Returns whether no weights or averages share memory: passes take elements in any order.
-
-    Operands are those that passes take, whose elements lie without a gap.
-    """
-    found = [x for batch in batches for of in batch.moving for x in (of.value, of.average)]
-    ends = sorted((x.data_ptr(), x.data_ptr() + x.numel() * x.itemsize) for x in found)
-    return all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ends))
 
 
 def _in_lists(sizes: dict[_Key, int], most: int) -> list[list[_Key]]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fusedstep._matrix.newton_schulz import Chain, Scratch, Step, has_engine
-from fusedstep._matrix.passes import average_into, normalize_into, take_sums, updates_into
+from fusedstep._matrix.passes import average_into, normalize_into, sums_size, updates_into
 from fusedstep._step.plan import same
 
 #: The number of the matrices of a part of a weight, and their rows and columns.
@@ -77,8 +77,6 @@ class ChainedBatches:
         self._device = device
         self._memory: list[Tensor] = []
         self._kind: Any = None
-        self.updates: list[Tensor] = []
-        """The memory of each part's update, once it is taken."""
 
     def take(
         self, scratch: Scratch, updates: torch.dtype, products: torch.dtype, steps: Sequence[Step]
@@ -98,13 +96,19 @@ class ChainedBatches:
             quotient, spare = update.view(products) if in_place else memory[2], memory[1]
             self._matrices, self._quotients = self._in_batches(update), self._in_batches(quotient)
             self._chain = Chain(self._quotients, self._in_batches(spare), steps)
-            self.updates = self._parts(update)
+            self._updates = self._parts(update)
+            self._sums_size = sums_size(self._matrices)
             found = [self._parts(spare), self._parts(quotient)]
             self._directions = [
                 found[self._chain.is_in_place(batch)][place] for place, batch in enumerate(self._of)
             ]
-        self._sums = take_sums(self._matrices, scratch)
+        self._sums = scratch.take("sums", (self._sums_size,), torch.float32, device)
         self._chain.take(scratch)
+
+    @property
+    def updates(self) -> Tensor:
+        """The memory of all updates, one behind another, once it is taken."""
+        return self._memory[0]
 
     def _parts(self, flat: Tensor) -> list[Tensor]:
         pieces = zip(flat.split(self._sizes), self._shapes, strict=True)
@@ -119,11 +123,11 @@ class ChainedBatches:
     ) -> None:
         """Writes the updates. On a GPU, takes a share of gradients into averages."""
         write = updates_into if self._device.type == "cpu" else average_into
-        write(averages, grads, self.updates, share, lead)
+        write(averages, grads, self._updates, share, lead)
 
     def copy(self, updates: list[Tensor]) -> None:
         """Takes updates that are there."""
-        torch._foreach_copy_(self.updates, updates)
+        torch._foreach_copy_(self._updates, updates)
 
     def orthogonalize(self, eps: float, adds_eps: bool) -> list[Tensor]:
         """Iterates on the updates. Returns the result of each part, in the part's shape."""

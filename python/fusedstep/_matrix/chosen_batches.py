@@ -6,6 +6,7 @@ nothing waits for it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,19 +16,28 @@ from torch import Tensor
 from fusedstep._matrix.chained import ChainedBatches, Form
 from fusedstep._matrix.chosen import count_of, side_of, takes_rows
 from fusedstep._matrix.newton_schulz import Scratch, Step, fits_engine
-from fusedstep._matrix.passes import choice_memory, choose_into, move_chosen
+from fusedstep._matrix.passes import choice_memory, choose_into, have_passes, move_chosen
 
 
 class ChosenBatches:
     """The memory of the choice of rows or columns, and of the products of what is chosen."""
 
-    def __init__(self, batches: Sequence[Sequence[Form]], device: torch.device) -> None:
-        """``batches``: the matrices of each part, by batch."""
-        self._batches, self._device = batches, device
+    def __init__(
+        self,
+        forms: Sequence[Sequence[Form]],
+        weights: list[Tensor],
+        averages: list[Tensor],
+    ) -> None:
+        """``forms``: the matrices of each part, by batch. The operands: the parts of all."""
+        self.weights, self._averages = weights, averages
+        self._batches, self._device = forms, weights[0].device
+        self._has_passes = have_passes(weights, averages, []) and _are_apart(weights, averages)
         self._fraction: float | None = None
 
-    def fits(self, group: dict[str, Any]) -> bool:
-        """Returns whether the native engine takes as many rows or columns as a group chooses."""
+    def fits(self, group: dict[str, Any], grads: list[Tensor]) -> bool:
+        """Returns whether passes take gradients, and the engine as much as a group chooses."""
+        if not (self._has_passes and have_passes(self.weights[:1], [], grads)):
+            return False
         if (fraction := float(group["rank_fraction"])) != self._fraction:
             self._set(group)
             self._fraction = fraction
@@ -56,23 +66,22 @@ class ChosenBatches:
         self._memory = scratch.take("choice", (self._size,), torch.float64, self._device)
         self._chain.take(scratch, updates, products, steps)
 
-    def choose(
-        self, sums: list[Tensor], grads: list[Tensor], momentum: float, maximizes: bool
-    ) -> None:
-        """Adds gradients to sums, takes the updates, and decays what is chosen."""
-        updates = self._chain.updates
-        choose_into(sums, grads, updates, self._memory, self._forms, momentum, maximizes)
+    def choose(self, grads: list[Tensor], momentum: float, maximizes: bool) -> None:
+        """Adds gradients to the averages, takes the updates, and decays what is chosen."""
+        arguments = grads, self._chain.updates, self._memory, self._forms
+        choose_into(self._averages, *arguments, momentum, maximizes)
 
     def orthogonalize(self, eps: float, adds_eps: bool) -> list[Tensor]:
         """Iterates on the updates. Returns the rows or columns of each part's direction."""
         return self._chain.orthogonalize(eps, adds_eps)
 
-    def move(
-        self,
-        weights: list[Tensor],
-        directions: Sequence[Tensor],
-        keep: float,
-        factors: list[float],
-    ) -> None:
+    def move(self, directions: Sequence[Tensor], keep: float, factors: list[float]) -> None:
         """Decays weights, and moves those rows or columns along their directions."""
-        move_chosen(weights, directions, self._memory, self._forms, keep, factors)
+        move_chosen(self.weights, directions, self._memory, self._forms, keep, factors)
+
+
+def _are_apart(weights: list[Tensor], averages: list[Tensor]) -> bool:
+    """Returns whether no operands share memory: passes take elements in any order."""
+    sizes = [(x.data_ptr(), x.numel() * x.itemsize) for x in (*weights, *averages)]
+    ends = sorted((begin, begin + size) for begin, size in sizes)
+    return all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ends))

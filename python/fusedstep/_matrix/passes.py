@@ -88,10 +88,14 @@ def updates_into(
     run(averages, grads, updates, share, lead, lead != 1)
 
 
+def sums_size(x: list[Tensor]) -> int:
+    """The numbers of float32 that ``normalize_into`` needs for batches ``[B, M, N]``."""
+    return torch.ops.fusedstep.normalize_sums.default(x)
+
+
 def take_sums(x: list[Tensor], scratch: Scratch) -> Tensor:
     """Memory for the sums of squares of batches ``[B, M, N]``, as ``normalize_into`` needs it."""
-    size = torch.ops.fusedstep.normalize_sums.default(x)
-    return scratch.take("sums", (size,), torch.float32, x[0].device)
+    return scratch.take("sums", (sums_size(x),), torch.float32, x[0].device)
 
 
 def normalize_into(
@@ -134,7 +138,7 @@ def advance_and_move(
 def choose_into(
     sums: list[Tensor],
     grads: list[Tensor],
-    updates: Sequence[Tensor],
+    updates: Tensor,
     memory: Tensor,
     forms: list[int],
     momentum: float,
@@ -142,10 +146,10 @@ def choose_into(
 ) -> None:
     """Adds gradients to sums, and writes the rows or columns with the largest norms to updates.
 
-    These are multiplied by the momentum in the sums then. ``maximizes``: gradients are subtracted.
-    ``forms``: five numbers for each tensor. They are its matrices, their rows and columns, how many
-    are chosen of each, and whether rows are. ``memory``: as ``choice_memory`` says; it has the
-    choice then, for ``move_chosen``.
+    These lie one behind another, and are multiplied by the momentum in the sums then.
+    ``maximizes``: gradients are subtracted. ``forms``: five numbers for each tensor. They are its
+    matrices, their rows and columns, how many are chosen of each, and whether rows are. ``memory``:
+    as ``choice_memory`` says; it has the choice then, for ``move_chosen``.
     """
     run = torch.ops.fusedstep.choose_into.default
     run(sums, grads, updates, memory, forms, momentum, maximizes)

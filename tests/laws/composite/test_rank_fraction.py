@@ -413,19 +413,21 @@ def test_operands_that_do_not_fit_are_refused():
     size = torch.ops.fusedstep.choice_memory(forms)
     memory = torch.empty(size, dtype=torch.float64, device="cuda")
     choose, move = torch.ops.fusedstep.choose_into, torch.ops.fusedstep.move_chosen
-    choose([x], [x.clone()], [narrow], memory, forms, 0.9, False)
+    choose([x], [x.clone()], narrow, memory, forms, 0.9, False)
     with pytest.raises(RuntimeError, match="contiguous"):
-        choose([x.T], [x], [narrow], memory, forms, 0.9, False)
+        choose([x.T], [x], narrow, memory, forms, 0.9, False)
+    with pytest.raises(RuntimeError, match="contiguous"):
+        choose([x], [x], narrow.T, memory, forms, 0.9, False)
     with pytest.raises(RuntimeError, match="as many elements"):
-        choose([x], [x[:2]], [narrow], memory, forms, 0.9, False)
+        choose([x], [x[:2]], narrow, memory, forms, 0.9, False)
     with pytest.raises(RuntimeError, match="the elements that forms say"):
-        choose([x], [x], [narrow[:1]], memory, forms, 0.9, False)
+        choose([x], [x], narrow[:1], memory, forms, 0.9, False)
     with pytest.raises(RuntimeError, match="must have one dtype"):
-        choose([x], [x.half()], [narrow], memory, forms, 0.9, False)
+        choose([x], [x.half()], narrow, memory, forms, 0.9, False)
     with pytest.raises(RuntimeError, match="as much as choice_memory says"):
-        choose([x], [x], [narrow], memory[1:], forms, 0.9, False)
+        choose([x], [x], narrow, memory[1:], forms, 0.9, False)
     with pytest.raises(RuntimeError, match="no pass takes float64"):
-        choose([x.double()], [x.double()], [narrow], memory, forms, 0.9, False)
+        choose([x.double()], [x.double()], narrow, memory, forms, 0.9, False)
     with pytest.raises(RuntimeError, match="a factor for each"):
         move([x], [narrow], memory, forms, 1.0, [])
     with pytest.raises(RuntimeError, match="the elements that forms say"):
