@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from fusedstep._sharding.dtensor import local, spread_like, spread_of_sums
 from fusedstep._state.forked import in_pieces
@@ -73,6 +74,7 @@ def treat_grads(pairs: list[tuple[Tensor, Tensor]], factor: float | Tensor) -> N
         return grad.zero_() if factor == 0 else grad.mul_(factor)
 
     treated = set()
+    there: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for weight, grad in pairs:
         if grad._is_zerotensor():  # which nothing may write
             continue
@@ -80,5 +82,18 @@ def treat_grads(pairs: list[tuple[Tensor, Tensor]], factor: float | Tensor) -> N
         if not grad.is_sparse and torch._debug_has_internal_overlap(grad):
             weight.grad = in_pieces(treat, in_pieces(Tensor.copy_, torch.empty_like(grad), grad))
         elif place not in treated:
-            in_pieces(treat, grad)
             treated.add(place)
+            shard = local(grad)
+            if type(shard) is Tensor and shard.is_cuda and shard.layout is torch.strided:
+                there.setdefault((shard.device, shard.dtype), []).append(shard)
+                if shard is not grad:
+                    increment_version(grad)
+            else:
+                in_pieces(treat, grad)
+    for (device, dtype), shards in there.items():  # a call for each one takes the host long
+        if isinstance(factor, Tensor):
+            torch._foreach_mul_(shards, factor.to(device, dtype))
+        elif factor == 0:
+            torch._foreach_zero_(shards)
+        else:
+            torch._foreach_mul_(shards, factor)
