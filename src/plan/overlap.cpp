@@ -33,35 +33,58 @@ bool offsets_repeat(const std::vector<std::pair<int64_t, int64_t>>& dims, int64_
 // Marks bytes between two addresses. It ignores elements elsewhere.
 class MarkedBytes {
  public:
-  MarkedBytes(const char* begin, const char* end) : begin_(begin), end_(end), marked_(end - begin) {}
+  MarkedBytes(const char* begin, const char* end)
+      : begin_(begin), bytes_(end - begin), words_((bytes_ + kBits - 1) / kBits) {}
 
   // Marks the bytes of a tensor's elements. Returns false, and stops, at one that is marked.
   bool mark(const Elements& tensor) { return walk(tensor, true); }
   bool has_none_of(const Elements& tensor) { return walk(tensor, false); }
 
  private:
+  static constexpr int64_t kBits = 64;
+
+  struct Dim {
+    int64_t stride, size;  // in bytes; of elements
+    int64_t index = 0;
+  };
+
   bool walk(const Elements& tensor, bool marks) {
-    const Dims sizes = tensor.sizes, strides = tensor.strides;
-    std::vector<int64_t> index(sizes.size(), 0);
+    std::vector<Dim> dims;
+    for (size_t d = 0; d < tensor.sizes.size(); ++d) {
+      if (tensor.sizes[d] == 0) return true;
+      if (tensor.sizes[d] > 1) dims.push_back({tensor.strides[d] * tensor.element_size, tensor.sizes[d]});
+    }
+    std::ranges::sort(dims, {}, &Dim::stride);
+    int64_t run = tensor.element_size;  // bytes side by side
+    auto outer = dims.begin();
+    for (; outer != dims.end() && outer->stride == run; ++outer) run *= outer->size;
     for (int64_t offset = tensor.begin - begin_;;) {
-      for (int64_t at = offset; at < offset + tensor.element_size; ++at) {
-        if (at < 0 || at >= end_ - begin_) continue;
-        if (marked_[at]) return false;
-        if (marks) marked_[at] = true;
+      if (!walk_run(std::max<int64_t>(offset, 0), std::min(offset + run, bytes_), marks)) return false;
+      auto dim = outer;
+      for (; dim != dims.end(); ++dim) {
+        offset += dim->stride;
+        if (++dim->index < dim->size) break;
+        offset -= dim->size * dim->stride;
+        dim->index = 0;
       }
-      size_t dim = sizes.size();
-      for (; dim > 0; --dim) {
-        offset += strides[dim - 1] * tensor.element_size;
-        if (++index[dim - 1] < sizes[dim - 1]) break;
-        offset -= sizes[dim - 1] * strides[dim - 1] * tensor.element_size;
-        index[dim - 1] = 0;
-      }
-      if (dim == 0) return true;
+      if (dim == dims.end()) return true;
     }
   }
 
-  const char *begin_, *end_;
-  std::vector<bool> marked_;
+  bool walk_run(int64_t begin, int64_t end, bool marks) {
+    for (int64_t next; begin < end; begin = next) {
+      next = std::min(end, (begin / kBits + 1) * kBits);
+      const uint64_t bits = ~uint64_t{0} >> (kBits - (next - begin)) << (begin % kBits);
+      uint64_t& word = words_[begin / kBits];
+      if (word & bits) return false;
+      if (marks) word |= bits;
+    }
+    return true;
+  }
+
+  const char* begin_;
+  int64_t bytes_;
+  std::vector<uint64_t> words_;  // a bit for each byte
 };
 
 }  // namespace
