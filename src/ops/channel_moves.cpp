@@ -58,9 +58,7 @@ void plan_channels(int64_t plan, const Tensors& lows, const Tensors& updates,
 void check_apart(const std::vector<TensorView>& weights) {
   std::vector<Elements> elements;
   for (size_t i = 0; i < weights.size(); ++i) {
-    if (overlaps_itself(weights[i].sizes, weights[i].strides)) {
-      refuse(i, "the weight overlaps itself in memory; clone() it first");
-    }
+    check_no_overlap(i, "the weight", weights[i].sizes, weights[i].strides);
     elements.push_back(elements_in_memory(weights[i]));
   }
   check_none_shared(elements);

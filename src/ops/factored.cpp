@@ -103,7 +103,7 @@ FactoredTensor checked_tensor(size_t i, const TensorView& weight, const TensorVi
     refuse(i, "weights and gradients must be on one device");
   const Dims sizes = weight.sizes;
   if (!have_same_sizes(weight, grad)) refuse(i, "the gradient's shape is not the weight's");
-  if (overlaps_itself(sizes, weight.strides)) refuse(i, "the weight overlaps itself in memory");
+  check_no_overlap(i, "the weight", sizes, weight.strides);
   const int64_t elements = elements_of(sizes);
   if (elements == 0) refuse(i, "the weight has no elements");
   FactoredTensor tensor{};

@@ -9,6 +9,7 @@
 #include "src/core/reduction.h"
 #include "src/ops/direct.h"
 #include "src/ops/native_plan.h"
+#include "src/plan/operand_checks.h"
 #include "src/plan/overlap.h"
 #include "src/run/session.h"
 
@@ -98,6 +99,31 @@ void plan_add_grad_norm2(int64_t plan, const Tensor& sum) {
   native->device->add_grad_norm2(native->plan, static_cast<double*>(number.data));
 }
 
+// The elements of a tensor of any dtype, on any device.
+Elements elements_of(const Tensor& tensor) {
+  const auto sizes = tensor.sizes(), strides = tensor.strides();
+  const auto* const begin = static_cast<const char*>(tensor.data_ptr());
+  int64_t span = tensor.numel() == 0 ? 0 : 1;
+  for (size_t d = 0; span > 0 && d < sizes.size(); ++d) span += (sizes[d] - 1) * strides[d];
+  const auto size = static_cast<int>(tensor.element_size());
+  return {begin, begin + span * size, size, {sizes.data(), sizes.size()}, {strides.data(), strides.size()}};
+}
+
+// Checks operands that no plan checks. `owners`: the number of each state's weight.
+void check_apart(const Tensors& weights, const Tensors& states, const std::vector<int64_t>& owners) {
+  check(owners.size() == states.size(), "owners must have an entry for each state");
+  std::vector<Elements> elements;
+  for (const Tensor& weight : weights) elements.push_back(elements_of(weight));
+  for (size_t i = 0; i < weights.size(); ++i) {
+    check_no_overlap(i, "the weight", elements[i].sizes, elements[i].strides);
+  }
+  check_none_shared(elements);
+  for (size_t k = 0; k < states.size(); ++k) {
+    const Elements state = elements_of(states[k]);
+    check_no_overlap(owners[k], "a state", state.sizes, state.strides);
+  }
+}
+
 void plan_delete(int64_t plan) { drop_plan(plan); }
 
 void plan_check_idle(int64_t plan) { check_idle(*find_plan(plan)); }
@@ -128,6 +154,7 @@ STABLE_TORCH_LIBRARY(fusedstep, m) {
   m.def("plans_aliasing_grads(int[] plans) -> int[]");
   m.def("plans_grad_norm(int[] plans) -> float");
   m.def("grads_norm2(Tensor[] grads) -> float");
+  m.def("check_apart(Tensor[] weights, Tensor[] states, int[] owners) -> ()");
   m.def("plan_delete(int plan) -> ()");
   m.def("plan_check_idle(int plan) -> ()");
   m.def("plan_isa(int plan) -> str");
@@ -166,6 +193,7 @@ STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
   m.impl("plan_round_at_random", TORCH_BOX(&plan_round_at_random));
   m.impl("plan_device_inputs", TORCH_BOX(&plan_device_inputs));
   m.impl("plan_add_grad_norm2", TORCH_BOX(&plan_add_grad_norm2));
+  m.impl("check_apart", TORCH_BOX(&check_apart));
   m.impl("plan_delete", TORCH_BOX(&plan_delete));
   m.impl("plan_check_idle", TORCH_BOX(&plan_check_idle));
   m.impl("plan_isa", TORCH_BOX(&plan_isa));

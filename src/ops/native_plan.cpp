@@ -14,6 +14,7 @@
 #include "fusedstep/drop_plan.h"
 #include "src/ops/negative_bit.h"
 #include "src/plan/code_maps.h"
+#include "src/plan/operand_checks.h"
 #include "src/run/session.h"
 
 namespace fusedstep::ops {
@@ -316,9 +317,7 @@ std::unique_ptr<NativePlan> make_plan(const Tensors& weights, const Tensors& sta
   for (size_t i = 0; i < steps.size(); ++i) check_step(steps, i, count, device);
   for (size_t i = 0; i < count; ++i) {
     const TensorView weight = view(weights[i], "weight");
-    check(!overlaps_itself(weight.sizes, weight.strides),
-          "tensor " + std::to_string(i) +
-              " of the list: the weight overlaps itself in memory (an expanded tensor?); clone() it first");
+    check_no_overlap(i, "the weight", weight.sizes, weight.strides);
   }
   auto native = std::make_unique<NativePlan>(count, states, steps, slots, device, masters);
   if (device != kHost) native->device = new_device_plan(device);

@@ -78,18 +78,14 @@ void check_grad(size_t i, const TensorView& weight, const TensorView& grad) {
     refuse(i, std::string("the gradient is ") + name_of(grad.dtype) + " but the weight is " +
                   name_of(weight.dtype));
   }
-  if (overlaps_itself(weight.sizes, weight.strides)) {
-    refuse(i, "the weight overlaps itself in memory (an expanded tensor?); clone() it first");
-  }
+  check_no_overlap(i, "the weight", weight.sizes, weight.strides);
 }
 
 void check_state(size_t i, const TensorView& weight, const TensorView& state) {
   if (!std::ranges::equal(state.sizes, weight.sizes)) {
     refuse(i, "a state's shape " + text(state.sizes) + " is not the weight's, " + text(weight.sizes));
   }
-  if (overlaps_itself(state.sizes, state.strides)) {
-    refuse(i, "a state overlaps itself in memory (an expanded tensor?); clone() it first");
-  }
+  check_no_overlap(i, "a state", state.sizes, state.strides);
 }
 
 // The numbers of a state of a weight with these sizes.
@@ -119,9 +115,17 @@ void refuse_row(size_t i, int dim, int64_t at, int64_t size) {
                 std::to_string(dim) + " of the weight has size " + std::to_string(size));
 }
 
+void check_no_overlap(size_t i, const char* what, Dims sizes, Dims strides) {
+  if (overlaps_itself(sizes, strides)) {
+    refuse(i, std::string(what) + " overlaps itself in memory (an expanded tensor?); clone() it first");
+  }
+}
+
 void check_none_shared(std::span<const Elements> weights) {
-  std::vector<size_t> order(weights.size());
-  std::iota(order.begin(), order.end(), size_t{0});
+  std::vector<size_t> order;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    if (weights[i].begin != weights[i].end) order.push_back(i);
+  }
   std::ranges::stable_sort(order, {}, [&](size_t i) { return weights[i].begin; });
   std::vector<Elements> sorted;
   for (const size_t i : order) sorted.push_back(weights[i]);

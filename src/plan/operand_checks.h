@@ -18,6 +18,8 @@ namespace fusedstep {
 [[noreturn]] void refuse_row(size_t i, int dim, int64_t at, int64_t size);
 
 void check_devices(size_t i, const TensorOperands& operands, int slots, int device);
+// Checks that no two elements of a tensor share memory. `what`: "the weight" or "a state".
+void check_no_overlap(size_t i, const char* what, Dims sizes, Dims strides);
 // Checks that weights, of which none overlaps itself, share no memory.
 void check_none_shared(std::span<const Elements> weights);
 // Checks shapes, dtypes and strides. Returns the format of the operands; with `masters` the last state is a

@@ -139,8 +139,11 @@ class MatrixBatches(ImperativeTwin):
     def _composite_steps(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> None:
-        grads = list(map(local, grads))
         arranged = self._last_arrangement(group, weights)
+        if arranged is None and len(set(weights)) < len(weights):  # one of them moves twice
+            self._imperative_steps(group, weights, grads)
+            return
+        grads = list(map(local, grads))
         if arranged is None:
             arranged = self._arranged(group, weights)
             if operands := self._memory.get(weights[0]):

@@ -93,8 +93,8 @@ class CheckedOperands:
     """Weights without a plan that a step has checked with their gradients and states.
 
     While these are at the same addresses and in the same form, so is what ``check_operands()``,
-    ``check_memory()`` and checks of states find. What follows from that, and from options that are
-    the same, hangs here: it is dropped when new operands are checked.
+    ``check_memory()``, ``check_apart()`` and checks of states find. What follows from that, and
+    from options that are the same, hangs here: it is dropped when new operands are checked.
     """
 
     __slots__ = ("_forms", "_states", "counts", "derived")
@@ -170,6 +170,25 @@ def check_memory(weights: list[Tensor], grads: list[Tensor], states: list[dict[s
             raise RuntimeError(
                 f"tensor {index} of the list: the gradient {where}; clone() it first"
             )
+
+
+def check_apart(weights: list[Tensor], states: list[dict[str, Any]]) -> None:
+    """Raises for weights that share memory, which threads could not write at the same time.
+
+    It raises for weights and states that overlap themselves, too. One weight may be there twice.
+    """
+    none = torch.empty(0)  # in the place of a weight without memory
+    own, owned, owners = [], [], []
+    seen: set[int] = set()
+    for index, (weight, state) in enumerate(zip(weights, states, strict=True)):
+        part = none if id(weight) in seen else local(weight)
+        seen.add(id(weight))
+        own.append(part if _has_memory(part) else none)
+        for value in map(local, state.values()):
+            if _has_memory(value):
+                owned.append(value)
+                owners.append(index)
+    torch.ops.fusedstep.check_apart.default(own, owned, owners)
 
 
 def check_counts(counts: list[Tensor | None]) -> None:

@@ -14,6 +14,7 @@ from fusedstep._sharding.dtensor import is_dtensor, local, local_pairs
 from fusedstep._state import storage
 from fusedstep._state.checks import (
     CheckedOperands,
+    check_apart,
     check_counts,
     check_memory,
     check_operands,
@@ -292,6 +293,8 @@ class BindsGroups(Owner):
             if not (is_known and operands):
                 states = [self._state.get(p, {}) for p in weights]
                 check_memory(weights, grads, states)
+                if self._wants_native(group):
+                    check_apart(weights, states)
                 operands = CheckedOperands(weights, grads, states)
             check_counts(operands.counts)
             if not is_known:

@@ -227,6 +227,115 @@ def test_a_gradient_in_the_memory_of_a_weight_is_an_error(row, way):
             assert_same_bits(param.detach(), values, "weight")
 
 
+MEMORY = (2 * SHAPE[0], 2 * SHAPE[1])
+SHARED = {
+    "rows": lambda m: (m[: SHAPE[0], : SHAPE[1]], m[SHAPE[0] // 2 :][: SHAPE[0], : SHAPE[1]]),
+    "transposed": lambda m: (m[: SHAPE[0], : SHAPE[1]], m[: SHAPE[1], : SHAPE[0]].t()),
+    "scattered": lambda m: (m[: SHAPE[0], : SHAPE[1]], m[::2, ::2]),
+}
+APART = {
+    "rows": lambda m: m[:, : SHAPE[1]].chunk(2),
+    "columns": lambda m: m[: SHAPE[0]].chunk(2, dim=1),
+    "interleaved": lambda m: (m[::2, ::2], m[1::2, ::2]),
+}
+
+
+def stepped_in_one_memory(row, views, steps, **options):
+    """As ``stepped``, with weights that are then views of the memory returned first."""
+    params, optimizer = stepped(row, steps, **options)
+    memory = torch.randn(MEMORY)
+    for param, view in zip(params, views(memory), strict=True):
+        param.data = view
+    return memory, params, optimizer
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("views", SHARED)
+@EACH
+def test_weights_that_share_memory_are_named_before_anything_changes(row, views, steps):
+    memory, _, optimizer = stepped_in_one_memory(row, SHARED[views], steps)
+    values, before = memory.clone(), contents(optimizer)
+    with pytest.raises(RuntimeError, match="of group 0: the weight shares memory with another"):
+        optimizer.step()
+    assert_same_bits(memory, values, "memory")
+    found = contents(optimizer)
+    assert_same_contents({name: found[name] for name in before}, before)
+
+
+@pytest.mark.parametrize("views", SHARED)
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.optimizer is not optim.APOLLOAdamW], ids=str
+)
+def test_unfused_steps_take_weights_that_share_memory_in_turn(row, views):
+    """Not APOLLO: its bases follow a weight's place among others."""
+    memory, params, optimizer = stepped_in_one_memory(row, SHARED[views], 0, fused=False)
+    values = memory.clone()
+    optimizer.step()
+    for param in params:
+        other = torch.nn.Parameter(values.as_strided(SHAPE, param.stride(), param.storage_offset()))
+        other.grad = param.grad
+        row.build([other], fused=False).step()
+    assert_same_bits(memory, values, "memory")
+    optimizer.param_groups[0]["fused"] = None
+    with pytest.raises(RuntimeError, match="shares memory with another"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("views", APART)
+@EACH
+def test_weights_in_different_parts_of_one_memory(row, views):
+    memory, params, optimizer = stepped_in_one_memory(row, APART[views], 0)
+    twins, expected = stepped(row, 0)
+    values = memory.clone()
+    for twin, part in zip(twins, APART[views](values), strict=True):
+        twin.data = part.clone()
+    for each in (optimizer, expected):
+        each.step()
+    for param, twin in zip(params, twins, strict=True):
+        torch.testing.assert_close(param, twin, rtol=1e-5, atol=1e-6)
+    for part, param in zip(APART[views](values), params, strict=True):
+        part.copy_(param.detach())
+    assert_same_bits(memory, values, "memory around the weights")
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@pytest.mark.parametrize("row", [row for row in DENSE if row.optimizer is optim.Muon], ids=str)
+def test_a_weight_twice_in_a_group_moves_twice(row):
+    """In turn: two threads would write it."""
+    once, twice = (torch.nn.Parameter(values_of(100)) for _ in range(2))
+    steps = {"ns_dtype": torch.float32, "lr": 0.1}
+    expected, optimizer = row.build([once], **steps), row.build([twice, twice], **steps)
+    for _ in range(2):
+        once.grad = twice.grad = values_of(0)
+        expected.step()
+        expected.step()
+        optimizer.step()
+    torch.testing.assert_close(twice, once, rtol=1e-5, atol=1e-6)
+    states = (
+        each.state[p]["momentum_buffer"] for each, p in ((optimizer, twice), (expected, once))
+    )
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("operand", ["weight", "state"])
+@EACH
+def test_an_operand_that_overlaps_itself_is_an_error(row, operand):
+    params, optimizer = stepped(row)
+    state = optimizer.state[params[1]]
+    name = next((name for name, value in state.items() if value.shape == SHAPE), None)
+    if operand == "state" and name is None:
+        pytest.skip("no state has the shape of the weight")
+    overlapping = torch.randn(2 * SHAPE[0] * SHAPE[1]).as_strided(SHAPE, (SHAPE[1] // 2, 1))
+    if operand == "weight":
+        params[1].data = overlapping
+    else:
+        state[name] = overlapping
+    before = contents(optimizer)
+    with pytest.raises(RuntimeError, match=f"1 of group 0: .* {operand} overlaps itself in memory"):
+        optimizer.step()
+    assert_same_contents(contents(optimizer), before)
+
+
 @pytest.mark.parametrize("row", DENSE, ids=str)
 def test_a_gradient_that_is_its_own_weight(row):
     """Right, or an error: Adafactor's operation reads gradients after it has written weights."""
