@@ -101,6 +101,8 @@ class LoadsStates(BindsGroups):
 
     @torch.inference_mode(False)  # as where a step makes states
     def _take_over(self, state: dict[str, Any]) -> None:
+        is_loading = "_loading" in vars(self)
+        names = [set(group) for group in self._groups] if is_loading else []
         super().__setstate__(state)
         if "param_groups" in self.__dict__:
             self.param_groups = self.__dict__.pop("param_groups")
@@ -110,13 +112,13 @@ class LoadsStates(BindsGroups):
         if "_name" not in self.__dict__:
             self._name = register(self)
         self._forget_plans()
-        is_loading = "_loading" in vars(self)
         loading = self._loading if is_loading else {"param_groups": (), "state": {}}
         keys = chain.from_iterable(group["params"] for group in loading["param_groups"])
-        for group in self.param_groups:
+        for index, group in enumerate(self.param_groups):
             for name, value in self._later_options.items():
                 group.setdefault(name, value)
-            fill_own(group, self.defaults, self._own_options)
+            kept = names[index] if is_loading else group
+            fill_own(group, self.defaults, self._own_options, kept)
             for p, key in zip(group["params"], keys, strict=False):
                 self._store.keep_wide(group, p, loading["state"].get(key, {}))
             self._store.make_ordinary(group["params"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from fusedstep._options.kinds import (
@@ -72,12 +72,16 @@ def without_unset(
     }
 
 
-def fill_own(group: dict[str, Any], defaults: dict[str, Any], own: dict[str, Any]) -> None:
-    """Completes a loaded group by the options that the optimizer was made with."""
+def fill_own(
+    group: dict[str, Any], defaults: dict[str, Any], own: dict[str, Any], kept: Container[str]
+) -> None:
+    """Completes a loaded group by the options that the optimizer was made with.
+
+    ``kept``: the options that the group had before, which it keeps: a distributed checkpoint is
+    read by the keys of a group, so that those must not depend on whether it has been loaded.
+    """
     for name, unset in own.items():
         if name in defaults:
             group.setdefault(name, defaults[name])
-        elif (
-            name in group and group[name] == unset
-        ):  # in a dictionary of fusedstep 0.1.0, or a newer option
+        elif name in group and name not in kept and group[name] == unset:  # a newer option
             del group[name]

@@ -1,6 +1,10 @@
 """torch.distributed.checkpoint, by names, as torchtitan saves: torch's class and ours continue."""
 
+import copy
+import pickle
+
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -9,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from support.cases import PLAIN, WITH_NAMESAKE
+from support.composites import ROWS
 from support.small import assert_same_losses, batches, loss_of, network, ours, reference
 
 DATA = batches(6)
@@ -66,3 +71,16 @@ def test_three_more_steps_by_the_other_class(case, to_ours, is_flat, tmp_path):
     rates = [[group["lr"] for group in each.optimizer.param_groups] for each in (first, resumed)]
     assert rates[0] == rates[1]
     assert_same_losses(resumed.train(DATA[3:]), first.train(DATA[3:]))
+
+
+@pytest.mark.parametrize("row", [*PLAIN, *ROWS], ids=str)
+def test_loading_leaves_a_group_its_options(row):
+    """A checkpoint is read by them: one of a run that went on from another has the same."""
+    optimizer = row.build([torch.nn.Parameter(torch.ones(12, 8))])
+    (group,) = optimizer.param_groups
+    for name, unset in type(optimizer)._own_options.items():
+        group.setdefault(name, unset)
+    names = group.keys()
+    optimizer.load_state_dict(optimizer.state_dict())
+    for each in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert each.param_groups[0].keys() == names
