@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress
 from typing import Any, ClassVar, Literal, TypeVar, overload
 
 import torch
@@ -33,10 +34,11 @@ from fusedstep._options.kinds import (
     numeric,
 )
 from fusedstep._options.shared import OF_TORCH, OWN, own_option, without_unset
+from fusedstep._sharding.dtensor import is_dtensor
 from fusedstep._state import storage
 from fusedstep._state.checks import check_storage
 from fusedstep._state.codes import OF_INT4, warn_of_codes
-from fusedstep._state.kinds import COUNT, States
+from fusedstep._state.kinds import COUNT, States, own_shapes
 from fusedstep._state.states import StateStore
 from fusedstep._step.binding import BindsGroups
 from fusedstep._step.clip import EPSILON, Asked, factors_of, norm_of
@@ -70,7 +72,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     _state_kinds: ClassVar[States] = COUNT
     #: Names of the states that are tensors, in the order of the native rule.
     _states: ClassVar[tuple[str, ...]]
-    #: Names of the states that are numbers.
+    #: Names of the states that are numbers, of all weights.
     _numbers: ClassVar[tuple[str, ...]]
     #: True if an element's update depends on no other element: shards can then be stepped alone. Of
     #: others a step of shards is two phases, with norms over all processes in between.
@@ -144,7 +146,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         super().__init_subclass__(**kwargs)
         kinds = cls._state_kinds
         cls._states = tuple([name for name in kinds if not kinds[name].is_number])
-        cls._numbers = tuple([name for name in kinds if kinds[name].is_number])
+        always = [kind.is_number and kind.of is None for kind in kinds.values()]
+        cls._numbers = tuple(compress(kinds, always))
         cls._own_options = named_values(cls._option_kinds, "unset")
         cls._later_options = named_values(cls._option_kinds, "before")
         if is_alias:  # another name for a class, with an option
@@ -189,11 +192,10 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         check_storage(group)
 
     @classmethod
-    def _state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
-        """Returns those of the states that the options of a group need."""
-        kinds = cls._state_kinds
-        needs = ((name, kinds[name].needs) for name in cls._states)
-        return tuple([name for name, option in needs if option is None or group.get(option)])
+    def _state_names(cls, group: dict[str, Any], weight: Tensor) -> tuple[str, ...]:
+        """Returns those of the states that a weight of a group has."""
+        kinds, shape = cls._state_kinds, weight.shape
+        return tuple([name for name in cls._states if kinds[name].is_of(group, shape)])
 
     @classmethod
     def _state_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size] | None:
@@ -201,12 +203,18 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
 
         They are float32 beside a weight of 16 bits.
         """
-        return None
+        return own_shapes(cls._state_kinds, group, weight.shape)
 
     @classmethod
     def _state_placements(cls, group: dict[str, Any], weight: Tensor) -> dict[str, Any] | None:
         """The placements of these states of a DTensor, but for those that are tensors of torch."""
-        return None
+        if not is_dtensor(weight):
+            return None
+        return {
+            name: kind.placements(group, weight)
+            for name, kind in cls._state_kinds.items()
+            if kind.placements is not None and kind.is_of(group, weight.shape)
+        }
 
     def _starts(self, group: dict[str, Any], weight: Tensor, name: str) -> Sequence[float]:
         """The numbers that the elements of a weight's state start at, if these are different."""
@@ -225,16 +233,6 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     def _possible_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
         """Returns those that a state may have, whichever options were set since it was made."""
         return cls._states
-
-    @classmethod
-    def _lasting_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
-        """Returns those that a state has whichever options were set since it was made."""
-        return cls._state_names(cls._later_options)
-
-    @classmethod
-    def _counts_steps(cls, group: dict[str, Any]) -> bool:
-        """Returns whether the state of a group's weights has a step count."""
-        return "step" in cls._numbers
 
     @classmethod
     def _grouped(cls, weights: list[Tensor]) -> list[Any]:

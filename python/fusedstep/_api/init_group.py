@@ -43,10 +43,9 @@ def init_group(
     params_with_grad.extend(weights)
     grads.extend(found)
     *others, steps = states
-    names = {*self._state_names(group), *self._numbers}
     numbers = [name for name in self._numbers if name != "step"]
     for name, of_name in zip((*self._states, *numbers), others, strict=False):
-        if name in names:
-            of_name.extend(self.state[p][name] for p in weights)
+        kind = self._state_kinds[name]
+        of_name.extend(self.state[p][name] for p in weights if kind.is_of(group, p.shape))
     steps.extend(self.state[p]["step"] for p in weights if "step" in self._numbers)
     return any(p.is_complex() for p in weights)

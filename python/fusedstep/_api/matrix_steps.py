@@ -77,10 +77,6 @@ class MuonSteps(MatrixBatches):
     def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
         return super()._rule_options(self._as_other(group))
 
-    @classmethod
-    def _possible_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
-        return cls._state_names(group | {"normuon": True, "momentum": True})
-
     def _is_composite(self, group: dict[str, Any]) -> bool:
         return uses_muon(group) and self._wants_native(group)
 

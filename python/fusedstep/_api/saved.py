@@ -32,6 +32,7 @@ from fusedstep._state.codes import (
     is_codes,
     of_shape,
 )
+from fusedstep._state.kinds import numbers_of
 from fusedstep._state.storage import BESIDE, LOW, asked_way
 from fusedstep._step.owner import Owner
 
@@ -192,13 +193,13 @@ def check_state(
     if not state:
         return
     check_names(optimizer, name, state, options, weight, advice=_IMPORT)
-    for number in () if weight.is_meta else _numbers(optimizer, options):
+    for number in () if weight.is_meta else _numbers(optimizer, options, weight):
         check_count_of_steps(name, state[number], number)
     shapes = optimizer._state_shapes(options, weight)
-    needed = _needed(optimizer, options, shapes)
+    needed = _needed(optimizer, options, weight, shapes)
     if asked_way(options) == "stochastic" and "step" in state:
         check_count_of_steps(name, state["step"])
-    names = optimizer._state_names(options) if shapes is None else shapes
+    names = optimizer._state_names(options, weight) if shapes is None else shapes
     names = (*names, *needed, *BESIDE.values())
     for key in dict.fromkeys(names):
         if key in needed or state.get(key) is not None:
@@ -215,9 +216,8 @@ def check_state(
             raise ValueError(f"{key} of {name} must be int16, not {state[key].dtype}")
 
 
-def _numbers(optimizer: Owner, options: dict[str, Any]) -> set[str]:
-    """The numbers that the states of a group have."""
-    return {*optimizer._numbers, *(("step",) if optimizer._counts_steps(options) else ())}
+def _numbers(optimizer: Owner, options: dict[str, Any], weight: Tensor) -> list[str]:
+    return numbers_of(optimizer._state_kinds, options, weight.shape)
 
 
 def check_names(
@@ -229,8 +229,8 @@ def check_names(
     advice: str = "",
 ) -> None:
     """Raises if the state of a weight lacks what it has whatever other options are."""
-    needed = _needed(optimizer, options, optimizer._state_shapes(options, weight))
-    if missing := sorted({*_numbers(optimizer, options), *needed} - state.keys()):
+    needed = _needed(optimizer, options, weight, optimizer._state_shapes(options, weight))
+    if missing := sorted({*_numbers(optimizer, options, weight), *needed} - state.keys()):
         likely = [cls for cls in classes if is_state_of(cls, state)]
         raise ValueError(
             f"the state of {name} has no {', '.join(missing)}: it is not one of "
@@ -239,12 +239,17 @@ def check_names(
 
 
 def _needed(
-    optimizer: Owner, options: dict[str, Any], shapes: Mapping[str, Any] | None
-) -> tuple[str, ...]:
+    optimizer: Owner, options: dict[str, Any], weight: Tensor, shapes: Mapping[str, Any] | None
+) -> list[str]:
     """States that no dictionary lacks; ``shapes``: those of the weight's states, if its own."""
-    if shapes is None:
-        return optimizer._lasting_names(options)
-    return tuple([name for name in shapes if name not in optimizer._later_states])
+    if shapes is not None:
+        return [name for name in shapes if name not in optimizer._later_states]
+    kinds, later = optimizer._state_kinds, optimizer._later_options
+    return [
+        name
+        for name in optimizer._states
+        if kinds[name].may_be(options, weight.shape) and kinds[name].is_lasting(options, later)
+    ]
 
 
 def check_is_state(name: str, state: Any) -> None:

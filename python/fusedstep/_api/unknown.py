@@ -129,7 +129,9 @@ def unknown_states(
     optimizer: Owner, group: dict[str, Any], weight: Tensor, state: Mapping[Any, Any]
 ) -> list[Any]:
     """The names in the state of a weight that a class does not keep."""
-    kept = {*optimizer._possible_names(group), *(optimizer._state_shapes(group, weight) or ())}
+    kinds, kept = optimizer._state_kinds, set(optimizer._possible_names(group))
+    kept = {name for name in kept if name not in kinds or kinds[name].may_be(group, weight.shape)}
+    kept.update(optimizer._state_shapes(group, weight) or ())
     kept |= {absmax_of(name) for name in kept if is_codes(state.get(name))}
     kept |= {"step", *optimizer._numbers, *BESIDE.values(), *optimizer._foreign_states}
     return [name for name in state if name not in kept]
@@ -160,7 +162,8 @@ def is_state_of(cls: type[Owner], state: Mapping[Any, Any]) -> bool:
     """Returns whether a state of a weight has the names of a class, and no other ones."""
     if cls._composite:  # whose groups may have the states of Adam
         return False
-    needed = {*cls._state_names(cls._later_options), *cls._numbers} - {"step"}
+    kinds = cls._state_kinds.items()
+    needed = {name for name, kind in kinds if kind.is_needed(cls._later_options)} - {"step"}
     absmax = {absmax_of(name) for name, value in state.items() if is_codes(value)}
     names = state.keys() - {"step", *BESIDE.values()} - absmax
     return bool(names) and needed <= names <= {*needed, *cls._states}

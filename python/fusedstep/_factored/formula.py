@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedstep._factored.moments import moved_factor, rms, sizes_of
+from fusedstep._factored.moments import moved_factor, rms
 from fusedstep._factored.options import is_torchs, option_of, reads_lr
 from fusedstep._state.storage import has_master
 
@@ -36,30 +35,32 @@ def factored_update(
 ) -> Tensor:
     """Takes the moments of a gradient forward, and returns the update of this length."""
     rate, least = numbers["rate"], numbers["least_mean"]
-    names = list(shapes_of(group, grad.shape))
+    names = moment_names(group, grad.dim())
     squares = grad * grad + numbers["added"]
     factor = moved_factor(state, names, squares, rate, keepdim=is_torchs(group), least=least)
     update = grad * factor.clamp(max=numbers["most"])
     update = update * (length / (rms(update) / numbers["threshold"]).clamp(min=1))
-    if "exp_avg" in names:
+    if averages(group):
         update = numbers["beta"] * state["exp_avg"] + (1 - numbers["beta"]) * update
         state["exp_avg"] = update
     return update
 
 
-def shapes_of(group: dict[str, Any], shape: torch.Size) -> dict[str, torch.Size]:
-    """The shapes of the states of a gradient of this shape; shared, not to be changed."""
-    return _shapes_of(shape, is_torchs(group), option_of(group, "beta1") is not None)
+#: The states of torch's variant, and of transformers': moments of the rows of a matrix, of its
+#: columns, and of the elements of a weight of less than two dimensions.
+TORCHS = "row_var", "col_var", "variance"
+TRANSFORMERS = "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq"
 
 
-@functools.lru_cache(maxsize=1024)
-def _shapes_of(shape: torch.Size, is_torch: bool, has_beta1: bool) -> dict[str, torch.Size]:
-    if len(shape) > 1:
-        names = ("row_var", "col_var") if is_torch else ("exp_avg_sq_row", "exp_avg_sq_col")
-        found = dict(zip(names, sizes_of(shape, keepdim=is_torch), strict=True))
-    else:
-        found = {"variance" if is_torch else "exp_avg_sq": shape}
-    return {**found, "exp_avg": shape} if has_beta1 else found
+def moment_names(group: dict[str, Any], dims: int) -> tuple[str, ...]:
+    """The names of the second moments of a gradient of so many dimensions."""
+    names = TORCHS if is_torchs(group) else TRANSFORMERS
+    return names[:2] if dims > 1 else names[2:]
+
+
+def averages(group: dict[str, Any]) -> bool:
+    """Returns whether updates are averaged."""
+    return option_of(group, "beta1") is not None
 
 
 def first_eps(group: dict[str, Any], weight: Tensor) -> float:

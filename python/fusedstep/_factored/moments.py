@@ -2,17 +2,71 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusedstep._sharding.dtensor import placements_without, spread_of
+from fusedstep._state.kinds import State, States, same_shape
 
-def sizes_of(shape: torch.Size, *, keepdim: bool = False) -> tuple[torch.Size, torch.Size]:
-    """The shapes of the moments of rows and of columns; ``keepdim``: with a dimension of one."""
-    one = (1,) if keepdim else ()
-    return torch.Size((*shape[:-1], *one)), torch.Size((*shape[:-2], *one, *shape[-1:]))
+
+def factored_states(
+    rows: str,
+    columns: str,
+    elements: str | None = None,
+    *,
+    needs: Callable[[dict[str, Any]], bool] | None = None,
+    keepdim: bool = False,
+    is_spread: bool = False,
+) -> States:
+    """Returns the records of the moments of the rows and of the columns of matrices.
+
+    ``elements``: the moments of weights of less than two dimensions, if there are any. ``keepdim``:
+    whether moments keep the dimension that the mean is taken along. ``is_spread``: whether the
+    moments of a DTensor are DTensors.
+    """
+    records = {}
+    for name, dim in ((rows, -1), (columns, -2)):
+        records[name] = State(
+            of=_is_matrix,
+            needs=needs,
+            shape=functools.partial(_shape_without, dim, keepdim),
+            placements=functools.partial(_placements_without, dim, keepdim) if is_spread else None,
+            takes_codes=False,
+        )
+    if elements is not None:
+        records[elements] = State(
+            of=_is_vector,
+            needs=needs,
+            shape=same_shape,
+            placements=placements_of_weight if is_spread else None,
+            takes_codes=False,
+        )
+    return records
+
+
+def _is_matrix(group: dict[str, Any], shape: torch.Size) -> bool:
+    return len(shape) > 1
+
+
+def _is_vector(group: dict[str, Any], shape: torch.Size) -> bool:
+    return len(shape) < 2
+
+
+def _shape_without(dim: int, keepdim: bool, group: Any, shape: torch.Size) -> torch.Size:
+    return torch.Size((*shape[:dim], *((1,) if keepdim else ()), *shape[len(shape) + dim + 1 :]))
+
+
+def _placements_without(dim: int, keepdim: bool, group: Any, weight: Tensor) -> tuple[Any, ...]:
+    return placements_without(weight, dim, keepdim)
+
+
+def placements_of_weight(group: Any, weight: Tensor) -> tuple[Any, ...]:
+    return spread_of(weight)[1]
 
 
 def moved_factor(

@@ -59,6 +59,10 @@ def is_torchs(group: dict[str, Any]) -> bool:
     return option_of(group, "variant") == "torch"
 
 
+def is_transformers(group: dict[str, Any]) -> bool:
+    return option_of(group, "variant") == "transformers"
+
+
 def reads_lr(options: dict[str, Any]) -> bool:
     """Returns whether the step size follows from lr; transformers' relative steps do not."""
     return is_torchs(options) or not option_of(options, "relative_step")

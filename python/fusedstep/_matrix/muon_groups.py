@@ -64,6 +64,11 @@ def uses_muon(group: dict[str, Any]) -> bool:
     return bool(group.get("use_muon", True))
 
 
+def is_of_muon(group: dict[str, Any], shape: torch.Size) -> bool:
+    """Returns whether Muon steps the weights of a group, of whichever shape."""
+    return uses_muon(group)
+
+
 def as_adamw(group: dict[str, Any]) -> dict[str, Any]:
     """A group with the options of Adam that it has not."""
     others = {"amsgrad": False, "capturable": False, "decoupled_weight_decay": True}
@@ -128,7 +133,7 @@ def why_no_matrix(group: dict[str, Any], weight: Tensor, other: str) -> str | No
     if group.get("normuon") and is_dtensor(weight):
         return "is a DTensor, of whose rows normuon=True keeps no moments"
     heads, sizes = group.get("split_heads", 1), group.get("split_sizes")
-    rows = weight.shape[-2] if _is_stacked(group, weight) else weight.shape[0]
+    rows = weight.shape[-2] if _is_stacked(group, weight.shape) else weight.shape[0]
     if sizes and sum(sizes) != rows:
         return f"has matrices of {rows} rows, of which split_sizes={sizes!r:.60} has {sum(sizes)}"
     if rows % heads:
@@ -136,9 +141,9 @@ def why_no_matrix(group: dict[str, Any], weight: Tensor, other: str) -> str | No
     return None
 
 
-def _is_stacked(group: dict[str, Any], weight: Tensor) -> bool:
+def _is_stacked(group: dict[str, Any], shape: torch.Size) -> bool:
     asked = group.get("stacked")
-    return weight.ndim == 3 if asked is None else bool(asked)
+    return len(shape) == 3 if asked is None else bool(asked)
 
 
 class Part(NamedTuple):
@@ -184,15 +189,15 @@ def beta2_of(group: dict[str, Any]) -> float:
     return float(group.get("beta2", MUON_OWN["beta2"]))
 
 
-def rows_shape(group: dict[str, Any], weight: Tensor) -> torch.Size:
-    """The shape of one number for each row of the matrices of a weight."""
-    rows = weight.shape[:-1] if _is_stacked(group, weight) else weight.shape[:1]
+def rows_shape(group: dict[str, Any], shape: torch.Size) -> torch.Size:
+    """The shape of one number for each row of the matrices of a weight of this shape."""
+    rows = shape[:-1] if _is_stacked(group, shape) else shape[:1]
     return torch.Size((*rows, 1))
 
 
 def form_of(group: dict[str, Any], weight: Tensor) -> Form:
     """The matrices of a weight, as they lie in it."""
-    stack = weight.ndim - 2 if _is_stacked(group, weight) else 0
+    stack = weight.ndim - 2 if _is_stacked(group, weight.shape) else 0
     heads, sizes = group.get("split_heads", 1), group.get("split_sizes") or (weight.shape[stack],)
     blocks = tuple(size // heads for size in sizes for _ in range(heads))
     return Form(tuple(weight.shape), stack, blocks)

@@ -47,7 +47,6 @@ class StateStore:
         self._state_kinds = optimizer._state_kinds
         self._names_in_group = optimizer._state_names
         self._shapes, self._placements = optimizer._state_shapes, optimizer._state_placements
-        self._counts_steps = optimizer._counts_steps
         self._signed = signed
         self._numbers = optimizer._numbers
         # Those that a native step takes, its count first.
@@ -81,7 +80,7 @@ class StateStore:
     def _names(self, group: dict[str, Any], weight: Tensor) -> tuple[str, ...]:
         """Names of these states but for what a weight keeps beside it."""
         shapes = self._shapes(group, weight)
-        return self._names_in_group(group) if shapes is None else tuple(shapes)
+        return self._names_in_group(group, weight) if shapes is None else tuple(shapes)
 
     def has_wide(self, group: dict[str, Any], weight: Tensor) -> bool:
         """Returns whether a 16-bit weight's states are float32: by its own, else by options."""
@@ -102,7 +101,9 @@ class StateStore:
     def _kinds(self, group: dict[str, Any], weight: Tensor) -> dict[str, str | None]:
         """The kind of codes that each state is in which may be in codes, by its name."""
         state, found = self.by_weight.get(weight, {}), {}
-        for name in self._names_in_group(group):
+        for name in self._names_in_group(group, weight):
+            if not self._state_kinds[name].takes_codes:
+                continue
             like = self._like(group, weight, name)
             if name not in state:
                 found[name] = self._asked_kind(group, weight, name)
@@ -165,7 +166,9 @@ class StateStore:
     ) -> None:
         """Puts the numbers after a step into those parts of a state that are in codes."""
         coded = [name for name, value in state.items() if is_codes(value)]
-        step = int(read_count(state["step"])) if coded and self._rounds_by_step(group) else 0
+        step = (
+            int(read_count(state["step"])) if coded and self._rounds_by_step(group, weight) else 0
+        )
         for name in coded:
             like = self._like(group, weight, name)
             kind = _codes.kind_of(state[name], like)
@@ -174,14 +177,19 @@ class StateStore:
             for part, new in zip(kept, found, strict=True):
                 part.copy_(new)
 
-    def _rounds_by_step(self, group: dict[str, Any]) -> bool:
-        """Returns whether a step of the group rounds codes by the number of the step.
+    def _rounds_by_step(self, group: dict[str, Any], weight: Tensor) -> bool:
+        """Returns whether a step rounds codes of a weight by the number of the step.
 
-        Such a group counts its steps and has a state that is never negative.
+        Such a weight has a count of its steps and a state that is never negative.
         """
-        return self._counts_steps(group) and not self._signed.issuperset(
-            self._names_in_group(group)
+        return self._counts_steps(group, weight) and not self._signed.issuperset(
+            self._names_in_group(group, weight)
         )
+
+    def _counts_steps(self, group: dict[str, Any], weight: Tensor) -> bool:
+        """Returns whether the optimizer counts the steps of a weight in its state."""
+        count = self._state_kinds.get("step")
+        return count is not None and count.is_of(group, weight.shape)
 
     def with_count(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
         """The state of a weight, and the count of its steps where that is not part of it."""
@@ -204,7 +212,7 @@ class StateStore:
 
     def keeps_count(self, group: dict[str, Any], weight: Tensor) -> bool:
         """Returns whether the count is part of the state: random numbers follow from it."""
-        return self._counts_steps(group) or way_of(group, weight) == "stochastic"
+        return self._counts_steps(group, weight) or way_of(group, weight) == "stochastic"
 
     def _count_of(self, group: dict[str, Any], weight: Tensor) -> Tensor:
         """The count of a weight whose state needs none: it starts at 0, beside states at 1.
@@ -553,7 +561,7 @@ class StateStore:
             alike.setdefault((self.has_wide(group, p), kind, names), []).append(p)
         for (wide, kind, names), some in alike.items():
             if kind is not None:
-                own = self._names_in_group(group)
+                own = self._names_in_group(group, some[0])
                 yield from self._zero_codes(kind, own, some, native)
                 names = names[len(own) :]
             narrow = [name for name in names if name in BESIDE.values() and name != MASTER]

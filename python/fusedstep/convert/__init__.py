@@ -43,6 +43,7 @@ from fusedstep._matrix.projection import low_shape_of
 from fusedstep._options.shared import own_option
 from fusedstep._state.checks import name_of
 from fusedstep._state.codes import absmax_of, is_codes, of_shape
+from fusedstep._state.kinds import numbers_of
 from fusedstep._state.storage import MASTER, asked_way
 from fusedstep.convert.codes import in_our_codes, options_of_bitsandbytes
 from fusedstep.convert.groups import in_our_options, in_our_states
@@ -406,8 +407,9 @@ def _translated(
         # Zeros that its authors' restart_opt() has made before a first gradient.
         zeros = {"exp_avg", "exp_avg_sq", "exp_avg_diff"}
         states = [{} if state.keys() - {"step"} == zeros else state for state in states]
-    if not cls._counts_steps(group):
-        counted = [optimizer._store.keeps_count(group, weight) for weight in group["params"]]
+    kinds, weights = cls._state_kinds, group["params"]
+    if not all("step" in numbers_of(kinds, group, weight.shape) for weight in weights):
+        counted = [optimizer._store.keeps_count(group, weight) for weight in weights]
         return [
             {name: value for name, value in state.items() if name != "step" or has_count}
             for state, has_count in zip(states, counted, strict=True)

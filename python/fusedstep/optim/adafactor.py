@@ -13,15 +13,18 @@ from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._factored.formula import (
+    TORCHS,
+    TRANSFORMERS,
+    averages,
     factored_update,
     first_eps,
     length_of,
+    moment_names,
     numbers_at,
     numbers_of,
-    shapes_of,
     size_at,
 )
-from fusedstep._factored.moments import rms
+from fusedstep._factored.moments import factored_states, placements_of_weight, rms
 from fusedstep._factored.options import (
     ADAFACTOR,
     LR,
@@ -30,22 +33,17 @@ from fusedstep._factored.options import (
     check_adafactor_options,
     check_given_lr,
     is_torchs,
+    is_transformers,
     of_a_variant,
     option_of,
 )
 from fusedstep._factored.steps import Call, native_parts, part_by_torch, step_parts
 from fusedstep._options.kinds import Options
 from fusedstep._options.shared import own_option
-from fusedstep._sharding.dtensor import (
-    is_dtensor,
-    local,
-    placements_without,
-    spread_of,
-    whole,
-)
+from fusedstep._sharding.dtensor import is_dtensor, local, whole
 from fusedstep._state.checks import name_of, with_name
 from fusedstep._state.counts import count_steps
-from fusedstep._state.kinds import COUNT, States, plain
+from fusedstep._state.kinds import COUNT, State, States, same_shape
 from fusedstep._state.storage import way_of
 from fusedstep._step.factors import Factors
 from fusedstep._step.plan import Work
@@ -136,7 +134,11 @@ class Adafactor(FusedOptimizer):
     _unread_states = frozenset({"RMS"})  # transformers' class keeps it
     _writes_grads = False
     _state_kinds: ClassVar[States] = {
-        **plain("row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg"),
+        **factored_states(*TORCHS, needs=is_torchs, keepdim=True, is_spread=True),
+        **factored_states(*TRANSFORMERS, needs=is_transformers, is_spread=True),
+        "exp_avg": State(
+            needs=averages, shape=same_shape, placements=placements_of_weight, takes_codes=False
+        ),
         **COUNT,
     }
     _elementwise = False
@@ -180,24 +182,6 @@ class Adafactor(FusedOptimizer):
     def _check(self, options: dict[str, Any]) -> None:
         check_adafactor_options(options)
         super()._check(options)
-
-    @classmethod
-    def _state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
-        return ()
-
-    @classmethod
-    def _state_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size] | None:
-        return shapes_of(group, weight.shape)
-
-    @classmethod
-    def _state_placements(cls, group: dict[str, Any], weight: Tensor) -> dict[str, Any] | None:
-        if not is_dtensor(weight):
-            return None
-        found = dict.fromkeys(cls._state_shapes(group, weight) or (), spread_of(weight)[1])
-        if weight.dim() > 1:
-            for name, dim in zip(list(found)[:2], (-1, -2), strict=True):
-                found[name] = placements_without(weight, dim, keepdim=is_torchs(group))
-        return found
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(by_torchs_names(param_group))
@@ -276,11 +260,11 @@ class Adafactor(FusedOptimizer):
         """Moments of rows and of columns, and first moments: a list of each that there are."""
         rows, columns = [], []
         for weight, state in zip(weights, states, strict=True):
-            names = list(self._state_shapes(group, weight) or ())
+            *of_rows, of_columns = moment_names(group, weight.dim())
             # A vector is one row, with a column for each element.
-            columns.append(local(state[names[1 if weight.dim() > 1 else 0]]))
-            rows.append(local(state[names[0]]) if weight.dim() > 1 else columns[-1].new_empty(0))
-        if option_of(group, "beta1") is None:
+            columns.append(local(state[of_columns]))
+            rows.append(local(state[of_rows[0]]) if of_rows else columns[-1].new_empty(0))
+        if not averages(group):
             return [rows, columns]
         return [rows, columns, [local(state["exp_avg"]) for state in states]]
 
@@ -294,7 +278,7 @@ class Adafactor(FusedOptimizer):
             "eps1": eps1,
             "eps2": eps2,
             "beta1": beta1 or 0.0,
-            "averages": beta1 is not None,
+            "averages": averages(group),
             "is_torchs": is_torch,
         }
         return group | own | {name: option_of(group, name) for name in beyond}
@@ -414,9 +398,8 @@ class Adafactor(FusedOptimizer):
 
     def _part(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> Pass:
         state = self._state[weight]
-        *moments, average = (state[name] for name in self._state_shapes(group, weight) or ())
-        if option_of(group, "beta1") is None:
-            moments, average = [*moments, average], None
+        moments = [state[name] for name in moment_names(group, weight.dim())]
+        average = state["exp_avg"] if averages(group) else None
         numbers = numbers_at(group, state["step"].item() + 1, first_eps(group, weight))
 
         def put(wide: Tensor) -> None:

@@ -215,7 +215,7 @@ class Adan(FusedOptimizer):
         """The same by operations over lists."""
         lr, (beta1, beta2, beta3) = float(group["lr"]), map(float, group["betas"])
         exp_avgs, exp_avg_sqs, exp_avg_diffs, neg_pre_grads = (
-            [state[name] for state in states] for name in self._state_names(group)
+            [state[name] for state in states] for name in self._states
         )
         steps = [read_count(state["step"]) + 1 for state in states]
         decay = lr * float(group["weight_decay"])
@@ -280,7 +280,7 @@ class Adan(FusedOptimizer):
         exp_avg_sq = beta3 * state["exp_avg_sq"] + (1 - beta3) * ahead * ahead
         exp_avg_diff = beta2 * state["exp_avg_diff"] + (1 - beta2) * difference
         new = (exp_avg, exp_avg_sq, exp_avg_diff, -grad)
-        state.update(zip(self._state_names(group), new, strict=True))
+        state.update(zip(self._states, new, strict=True))
 
         denom = exp_avg_sq.sqrt() / (1 - beta3**step).sqrt() + group["eps"]
         update = exp_avg / (1 - beta1**step) + beta2 * exp_avg_diff / (1 - beta2**step)

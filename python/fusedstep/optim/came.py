@@ -1,16 +1,14 @@
 from __future__ import annotations
 
-import functools
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._factored.blocks import FactoredMoments, Numbers, step_in_blocks
-from fusedstep._factored.moments import moved_factor, rms, sizes_of
+from fusedstep._factored.moments import factored_states, moved_factor, rms
 from fusedstep._options.kinds import (
     Betas,
     Number,
@@ -23,7 +21,7 @@ from fusedstep._options.kinds import (
 from fusedstep._options.shared import SHARED
 from fusedstep._sharding.dtensor import is_dtensor, local
 from fusedstep._state.checks import name_of
-from fusedstep._state.kinds import COUNT, States, plain
+from fusedstep._state.kinds import COUNT, State, States, same_shape
 from fusedstep._step.factors import Factors
 from fusedstep._step.plan import Work
 from fusedstep._step.undo import numbers_first
@@ -92,7 +90,9 @@ class CAME(FusedOptimizer):
     _rule = "came"
     _unread_states = frozenset({"RMS"})  # came_pytorch's class keeps it
     _state_kinds: ClassVar[States] = {
-        **plain(*_SQUARES, *_RESIDUALS, "exp_avg_sq", "exp_avg"),
+        **factored_states(*_SQUARES, "exp_avg_sq"),
+        **factored_states(*_RESIDUALS),
+        "exp_avg": State(shape=same_shape, takes_codes=False),
         **COUNT,
     }
     _elementwise = False
@@ -141,14 +141,6 @@ class CAME(FusedOptimizer):
             if kind:
                 name = name_of(group, index, place)
                 raise ValueError(f"CAME does not support {kind} parameters: {name} is one")
-
-    @classmethod
-    def _state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
-        return ()
-
-    @classmethod
-    def _state_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
-        return _shapes_of(weight.shape)
 
     # The step
 
@@ -201,15 +193,6 @@ class CAME(FusedOptimizer):
             residuals = (update - move) ** 2 + eps[1]
             move = move * moved_factor(state, _RESIDUALS, residuals, 1 - beta3)
         return weight * (1 - decay) - lr * move
-
-
-@functools.lru_cache(maxsize=1024)
-def _shapes_of(shape: torch.Size) -> dict[str, torch.Size]:
-    """The shapes of the states of a weight of this shape; shared, not to be changed."""
-    if len(shape) < 2:
-        return {"exp_avg_sq": shape, "exp_avg": shape}
-    pairs = zip((*_SQUARES, *_RESIDUALS), sizes_of(shape) * 2, strict=True)
-    return {**dict(pairs), "exp_avg": shape}
 
 
 def _numbers(group: dict[str, Any]) -> Numbers:

@@ -8,12 +8,13 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
-from fusedstep._factored.formula import factored_update, length_of, numbers_of, shapes_of
+from fusedstep._factored.formula import factored_update, length_of, numbers_of
 from fusedstep._factored.options import LR, as_set, check_given_lr, of_a_variant
 from fusedstep._matrix.galore import GALORE, GaLoreSteps
 from fusedstep._matrix.products import add_back, as_matrix, project, size_between
 from fusedstep._matrix.projection import LEFT, RIGHT
 from fusedstep._options.kinds import Number, Options
+from fusedstep._state.kinds import own_shapes
 from fusedstep.optim.adafactor import Adafactor
 
 __all__ = ["GaLoreAdafactor"]
@@ -143,7 +144,7 @@ class GaLoreAdafactor(GaLoreSteps, Adafactor):
 
     @classmethod
     def _moment_shapes(cls, group: dict[str, Any], shape: torch.Size) -> dict[str, torch.Size]:
-        return shapes_of(group, shape)
+        return own_shapes(cls._state_kinds, group, shape) or {}
 
     def _is_composite(self, group: dict[str, Any]) -> bool:
         return True

@@ -13,15 +13,20 @@ from fusedstep._matrix.muon_groups import (
     MUON_OWN,
     as_adamw,
     check_muon_options,
+    is_of_muon,
     rows_shape,
     uses_muon,
 )
 from fusedstep._options.kinds import Options, check_ranges
 from fusedstep._options.shared import SHARED
-from fusedstep._state.kinds import State, States, plain
+from fusedstep._state.kinds import State, States
 from fusedstep.optim.adam import Adam
 
 __all__ = ["Muon"]
+
+
+def _is_of_adamw(group: dict[str, Any], shape: torch.Size) -> bool:
+    return not uses_muon(group)
 
 
 class Muon(MuonSteps, Adam):
@@ -153,8 +158,11 @@ class Muon(MuonSteps, Adam):
     """
 
     _state_kinds: ClassVar[States] = {
-        "momentum_buffer": State(is_signed=True),
-        **plain("second_momentum_buffer", "exp_avg", "exp_avg_sq"),
+        "momentum_buffer": State(of=is_of_muon, is_signed=True),
+        "second_momentum_buffer": State(of=is_of_muon, needs="normuon", shape=rows_shape),
+        "exp_avg": State(of=_is_of_adamw),
+        "exp_avg_sq": State(of=_is_of_adamw),
+        "step": State(of=_is_of_adamw, is_number=True),
     }
     _learns_in_int4 = False
     _elementwise = False
@@ -226,27 +234,6 @@ class Muon(MuonSteps, Adam):
                 name: group[name] for name in ("betas", "eps") if name in group
             }
             check_ranges(self._option_kinds, options, tensors=True)
-
-    @classmethod
-    def _state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
-        if not uses_muon(group):
-            return cls._states[2:]
-        return cls._states[: 2 if group.get("normuon") else 1]
-
-    @classmethod
-    def _state_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size] | None:
-        if not (uses_muon(group) and group.get("normuon")):
-            return None
-        shapes = weight.shape, rows_shape(group, weight)
-        return dict(zip(cls._state_names(group), shapes, strict=True))
-
-    @classmethod
-    def _lasting_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
-        return cls._state_names(group)
-
-    @classmethod
-    def _counts_steps(cls, group: dict[str, Any]) -> bool:
-        return not uses_muon(group)
 
     def _sparse_error(self, group: dict[str, Any]) -> str | None:
         return "Muon does not support sparse gradients"

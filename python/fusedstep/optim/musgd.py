@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.matrix_steps import MuonSteps
-from fusedstep._matrix.muon_groups import MUON_OWN, check_muon_options, uses_muon
+from fusedstep._matrix.muon_groups import MUON_OWN, check_muon_options, is_of_muon, uses_muon
 from fusedstep._matrix.second_step import Operands, SecondSteps
 from fusedstep._matrix.together import Moving
 from fusedstep._options.kinds import (
@@ -56,6 +56,10 @@ _FIXED: dict[str, Any] = {
 }
 
 _SGD_BUFFER = "momentum_buffer_SGD"
+
+
+def _has_average(group: dict[str, Any]) -> bool:
+    return uses_muon(group) or bool(group.get("momentum"))
 
 
 class MuSGD(MuonSteps, SGD):
@@ -132,9 +136,10 @@ class MuSGD(MuonSteps, SGD):
         https://kellerjordan.github.io/posts/muon/
     """
 
-    _state_kinds: ClassVar[States] = dict.fromkeys(
-        ("momentum_buffer", _SGD_BUFFER), State(is_signed=True)
-    )
+    _state_kinds: ClassVar[States] = {
+        "momentum_buffer": State(needs=_has_average, lasts=uses_muon, is_signed=True),
+        _SGD_BUFFER: State(of=is_of_muon, needs="momentum", lasts=uses_muon, is_signed=True),
+    }
     _elementwise = False
     _torch_fuses = False
     _allocates_first = False
@@ -238,18 +243,6 @@ class MuSGD(MuonSteps, SGD):
     def _ratio(self, group: dict[str, Any], shape: Sequence[int]) -> float:
         muon = float(group.get("muon", _MUSGD_OWN["muon"]))
         return muon * math.sqrt(max(1, shape[-2] / max(shape[-1], 1)))
-
-    # States
-
-    @classmethod
-    def _state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
-        if uses_muon(group):
-            return cls._states if group["momentum"] else cls._states[:1]
-        return cls._states[:1] if group.get("momentum") else ()
-
-    @classmethod
-    def _lasting_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
-        return cls._state_names(group) if uses_muon(group) else ()
 
     def _sparse_error(self, group: dict[str, Any]) -> str | None:
         if uses_muon(group):

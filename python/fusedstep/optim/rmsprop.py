@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from itertools import compress
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +11,7 @@ from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.functional import by_torch
 from fusedstep._options.kinds import Flag, Number, Options
 from fusedstep._options.shared import CAPTURABLE, EPSILON, OF_TORCH
-from fusedstep._state.kinds import COUNT, States, plain
+from fusedstep._state.kinds import COUNT, State, States
 from fusedstep._step.undo import numbers_first
 
 __all__ = ["RMSprop"]
@@ -56,7 +55,12 @@ class RMSprop(FusedOptimizer):
     """
 
     _rule = "rmsprop"
-    _state_kinds: ClassVar[States] = {**plain("square_avg", "momentum_buffer", "grad_avg"), **COUNT}
+    _state_kinds: ClassVar[States] = {
+        "square_avg": State(),
+        "momentum_buffer": State(needs=lambda group: group["momentum"] > 0),
+        "grad_avg": State(needs="centered"),
+        **COUNT,
+    }
     _learns_in_int4 = True
     _allocates_first = True
     _torch_fuses = False
@@ -99,10 +103,6 @@ class RMSprop(FusedOptimizer):
         skip_nonfinite: bool = False,
     ) -> None:
         super().__init__(params, locals())
-
-    @classmethod
-    def _state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
-        return tuple(compress(cls._states, (True, group["momentum"] > 0, group["centered"])))
 
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]

@@ -17,6 +17,10 @@ from fusedstep._state.kinds import COUNT, State, States
 __all__ = ["RowWiseAdagrad"]
 
 
+def _one_each_row(group: dict[str, Any], shape: torch.Size) -> torch.Size:
+    return torch.Size([*shape[:1], *[1] * (len(shape) - 1)])
+
+
 class RowWiseAdagrad(FusedOptimizer):
     """Implements the RowWiseAdagrad algorithm: Adagrad with one second moment for each row.
 
@@ -71,7 +75,7 @@ class RowWiseAdagrad(FusedOptimizer):
     _native_devices = ("cpu",)
     _steps_shards_natively = False
     _state_kinds: ClassVar[States] = {
-        "sum": State(start="initial_accumulator_value"),
+        "sum": State(shape=_one_each_row, start="initial_accumulator_value"),
         **COUNT,
     }
     _composite = True
@@ -103,16 +107,12 @@ class RowWiseAdagrad(FusedOptimizer):
     ) -> None:
         super().__init__(params, locals())
 
-    @classmethod
-    def _state_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
-        return {"sum": torch.Size([*weight.shape[:1], *[1] * (weight.dim() - 1)])}
-
     def _in_form(
         self, group: dict[str, Any], weight: Tensor, state: dict[str, Any]
     ) -> dict[str, Any]:
         if "momentum1" not in state:
             return state
-        sums = state["momentum1"].reshape(self._state_shapes(group, weight)["sum"])  # of FBGEMM
+        sums = state["momentum1"].reshape(_one_each_row(group, weight.shape))  # of FBGEMM
         return {"step": state.get("step", 0.0), "sum": sums}
 
     def _check_group(self, index: int, group: dict[str, Any]) -> None:
