@@ -143,7 +143,7 @@ def _check_memory(optimizer: FusedOptimizer) -> None:
     ]
     shapes.__setstate__(_as_unpickled(optimizer, groups))
     for group in groups:
-        shapes._store.create(group, group["params"], native=False)
+        shapes._store.create(group, group["params"], False, groups)
     states = [v for state in shapes._state.values() for v in state.values()]
     needed = 2 * sum(_size_there(p) for group in optimizer.param_groups for p in group["params"])
     needed += sum(v.nbytes for v in states if isinstance(v, Tensor))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import compress
 from typing import Any, ClassVar, Literal, TypeVar, overload
 
@@ -139,8 +139,6 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     _later_options: ClassVar[dict[str, Any]] = named_values(OF_TORCH, "before")
     #: The argument of the constructor that chooses values of other options, if there is one.
     _preset: ClassVar[str | None] = None
-    #: States that older dictionaries lack.
-    _later_states: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, *, is_alias: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -155,7 +153,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         if cls.__module__.startswith("fusedstep."):
             classes.append(cls)
         if "__init__" in vars(cls):
-            complete(cls, cls._states, cls._numbers)
+            always = [kind.of is None and not kind.is_number for kind in kinds.values()]
+            complete(cls, tuple(compress(kinds, always)), cls._numbers)
             cls.__init__ = with_advice(cls.__init__)  # type: ignore[method-assign]  # the same
 
     def __init__(self, params: ParamsT, arguments: dict[str, Any]) -> None:
@@ -210,29 +209,18 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         """The placements of these states of a DTensor, but for those that are tensors of torch."""
         if not is_dtensor(weight):
             return None
-        return {
+        found = {
             name: kind.placements(group, weight)
             for name, kind in cls._state_kinds.items()
             if kind.placements is not None and kind.is_of(group, weight.shape)
         }
-
-    def _starts(self, group: dict[str, Any], weight: Tensor, name: str) -> Sequence[float]:
-        """The numbers that the elements of a weight's state start at, if these are different."""
-        return ()
-
-    def _make_later_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
-        """Makes the states that older dictionaries lack, when weights have got states of these."""
+        return {name: placements for name, placements in found.items() if placements is not None}
 
     def _in_form(
         self, group: dict[str, Any], weight: Tensor, state: dict[str, Any]
     ) -> dict[str, Any]:
         """A state of another library's optimizer with objects in it made tensors of ours."""
         return state
-
-    @classmethod
-    def _possible_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
-        """Returns those that a state may have, whichever options were set since it was made."""
-        return cls._states
 
     @classmethod
     def _grouped(cls, weights: list[Tensor]) -> list[Any]:

@@ -101,7 +101,7 @@ def _make_ready(optimizer: str, index: int, present: list[int], compiles: bool) 
     ways = {way_of(group, p) for p in weights}
     if len(ways) > 1 or "stochastic" in ways:  # of whose random numbers the operator does not know
         return False
-    owner._store.create(group, weights, native=True)
+    owner._store.create(group, weights, True, owner._groups)
     if why_not_readable(owner._accessed_states(weights), "states"):
         return False
     states = [owner._store.with_count(group, p) for p in weights]

@@ -39,7 +39,7 @@ def init_group(
     sparse = any(grad.layout is not torch.strided for grad in found)
     if sparse and (error := self._sparse_error(group)):
         raise RuntimeError(error)
-    self._store.create(group, weights, self._is_native(group, weights))
+    self._store.create(group, weights, self._is_native(group, weights), self._groups)
     params_with_grad.extend(weights)
     grads.extend(found)
     *others, steps = states

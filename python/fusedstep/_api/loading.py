@@ -126,6 +126,6 @@ class LoadsStates(BindsGroups):
             weights = [p for p in group["params"] if self._state.get(p)]
             for p in weights:
                 self._store.convert(group, p)
-            self._make_later_states(group, weights)
+            self._store.create_later(group, weights, self._groups)
             if self._wants_native(group) and not self._why_not_native(weights):
                 self._store.place(group, weights, from_dictionary=is_loading)

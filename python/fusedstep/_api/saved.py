@@ -242,9 +242,9 @@ def _needed(
     optimizer: Owner, options: dict[str, Any], weight: Tensor, shapes: Mapping[str, Any] | None
 ) -> list[str]:
     """States that no dictionary lacks; ``shapes``: those of the weight's states, if its own."""
-    if shapes is not None:
-        return [name for name in shapes if name not in optimizer._later_states]
     kinds, later = optimizer._state_kinds, optimizer._later_options
+    if shapes is not None:
+        return [name for name in shapes if not kinds[name].is_later]
     return [
         name
         for name in optimizer._states

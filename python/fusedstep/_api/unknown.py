@@ -129,9 +129,8 @@ def unknown_states(
     optimizer: Owner, group: dict[str, Any], weight: Tensor, state: Mapping[Any, Any]
 ) -> list[Any]:
     """The names in the state of a weight that a class does not keep."""
-    kinds, kept = optimizer._state_kinds, set(optimizer._possible_names(group))
-    kept = {name for name in kept if name not in kinds or kinds[name].may_be(group, weight.shape)}
-    kept.update(optimizer._state_shapes(group, weight) or ())
+    kinds = optimizer._state_kinds.items()
+    kept = {name for name, kind in kinds if kind.may_be(group, weight.shape)}
     kept |= {absmax_of(name) for name in kept if is_codes(state.get(name))}
     kept |= {"step", *optimizer._numbers, *BESIDE.values(), *optimizer._foreign_states}
     return [name for name in state if name not in kept]

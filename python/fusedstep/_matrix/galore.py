@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedstep._matrix.low_rank import LowRankSteps
-from fusedstep._matrix.low_rank_bases import PLACE, TURN
+from fusedstep._matrix.low_rank_states import bases, number, place, turn
 from fusedstep._matrix.projection import (
     PROJ_TYPES,
     basis_shapes,
@@ -20,6 +20,7 @@ from fusedstep._matrix.subspace import bases_of, overlap
 from fusedstep._options.kinds import Flag, Option, Options
 from fusedstep._options.shared import PROJECTION
 from fusedstep._sharding.dtensor import local
+from fusedstep._state.kinds import States
 
 SVDS = ("exact", "randomized", "power", "lazy")
 
@@ -29,6 +30,14 @@ GALORE: Options = {**PROJECTION, "svd": Option(before="exact"), "stagger": Flag(
 #: The state that counts how often ``svd="lazy"`` has doubled the gap of a weight.
 _DOUBLINGS = "gap_doublings"
 
+#: The states that groups with a rank have beside their moments.
+BESIDE_MOMENTS: States = {
+    **bases(),
+    _DOUBLINGS: number(needs=lambda group: group["svd"] == "lazy"),
+    **place(needs=lambda group: group["svd"] != "exact"),
+    **turn(needs="stagger"),
+}
+
 #: A lazy refresh finds the basis at rest from this overlap on; the gap doubles at most so often.
 _AT_REST, _MOST_DOUBLINGS = 0.4, 4
 
@@ -36,33 +45,17 @@ _AT_REST, _MOST_DOUBLINGS = 0.4, 4
 class GaLoreSteps(LowRankSteps):
     """Steps through bases that are singular vectors of gradients."""
 
-    _later_states: ClassVar[frozenset[str]] = frozenset({PLACE, TURN})
-
     @classmethod
     def _check_projection(cls, options: dict[str, Any]) -> None:
         super()._check_projection(options)
         check_one_of("proj_type", options["proj_type"], PROJ_TYPES)
         check_one_of("svd", options["svd"], SVDS)
 
-    @classmethod
-    def _more_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
-        shapes = basis_shapes(group["rank"], cls._sides(group, weight), *matrix_shape(weight))
-        return shapes | ({_DOUBLINGS: torch.Size(())} if group["svd"] == "lazy" else {})
-
-    @classmethod
-    def _possible_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
-        names = super()._possible_names(group)
-        return (*names, _DOUBLINGS) if cls._is_projected(group) else names
-
-    @classmethod
-    def _kept_places(cls, group: dict[str, Any]) -> tuple[str, ...]:
-        needs = {PLACE: group["svd"] != "exact", TURN: group["stagger"]}
-        return tuple([name for name, is_needed in needs.items() if is_needed])
-
     def _shapes_from_gradients(
         self, group: dict[str, Any], weight: Tensor
     ) -> dict[str, torch.Size]:
-        return self._more_shapes(group, weight)
+        shapes = basis_shapes(group["rank"], self._sides(group, weight), *matrix_shape(weight))
+        return shapes | ({_DOUBLINGS: torch.Size(())} if group["svd"] == "lazy" else {})
 
     def _is_refresh(self, group: dict[str, Any], weight: Tensor, count: int) -> bool:
         offset = self._offset(group, weight) if group["stagger"] else 0

@@ -3,33 +3,23 @@
 A gradient of zeros has no subspace: its singular vectors are the first axes, which would be the
 basis for a whole gap. Its basis is zero, and is made anew at the first gradient that is not zero.
 A zero basis in a state is the sign of that, so that it is in dictionaries.
-
-Random bases, and the steps of staggered refreshes, follow from a weight's place in the groups. A
-state keeps the place, so that bases belong to the weight when groups are edited, and over a resume.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusedstep._matrix.low_rank_states import PLACE, TURN
 from fusedstep._matrix.projection import LEFT, RIGHT, is_due, matrix_shape, sides
 from fusedstep._sharding.dtensor import local
 from fusedstep._state.checks import name_of
 from fusedstep._state.counts import read_count
-from fusedstep._state.storage import PLACES, key_of_draws, whole_places_of
+from fusedstep._state.storage import PLACES, key_of_draws
 from fusedstep._torch_ops.imperative import ImperativeTwin
-
-#: The state that random numbers follow from: the index of a weight's group, and the weight's place
-#: there when it got its states.
-PLACE = "place"
-#: The state that the steps of staggered refreshes follow from: a weight's place in its group, and
-#: the number of weights there, when it got its states.
-TURN = "turn"
 
 
 class LowRankBases(ImperativeTwin):
@@ -37,8 +27,6 @@ class LowRankBases(ImperativeTwin):
 
     Tells when a basis has to be made anew, and makes the basis of a gradient of zeros.
     """
-
-    _later_states: ClassVar[frozenset[str]] = frozenset({PLACE})
 
     def _forget_plans(self) -> None:
         super()._forget_plans()
@@ -67,33 +55,6 @@ class LowRankBases(ImperativeTwin):
     @staticmethod
     def _place(group: dict[str, Any], weight: Tensor) -> int:
         return next(i for i, p in enumerate(group["params"]) if p is weight)
-
-    @classmethod
-    def _kept_places(cls, group: dict[str, Any]) -> tuple[str, ...]:
-        """Returns the names among ``PLACE`` and ``TURN`` that the options of a group need."""
-        raise NotImplementedError
-
-    @classmethod
-    def _place_shapes(cls, group: dict[str, Any]) -> dict[str, torch.Size]:
-        return dict.fromkeys(cls._kept_places(group), torch.Size((2,)))
-
-    @classmethod
-    def _possible_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
-        names = super()._possible_names(group)
-        return (*names, *cls._later_states) if cls._is_projected(group) else names
-
-    def _starts(self, group: dict[str, Any], weight: Tensor, name: str) -> Sequence[float]:
-        if name not in self._later_states:
-            return ()
-        (whole,) = whole_places_of(self._groups, group, [weight])
-        index, place = divmod(whole, PLACES)
-        return (index, place) if name == PLACE else (place, len(group["params"]))
-
-    def _make_later_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
-        if self._is_projected(group):
-            names = {*self._kept_places(group)}
-            older = [p for p in weights if not self._state[p].keys() >= names]
-            self._store.create(group, older, False, self._starts)
 
     def _key(self, group: dict[str, Any], weight: Tensor, draw: int) -> int:
         """The key of a weight's random numbers."""

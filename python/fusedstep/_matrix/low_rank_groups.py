@@ -13,11 +13,10 @@ from torch import Tensor
 
 from fusedstep._matrix.low_rank_shards import LowRankShards
 from fusedstep._matrix.products import dtype_of_products
-from fusedstep._matrix.projection import check_whole_number, low_shape_of
+from fusedstep._matrix.projection import check_whole_number
 from fusedstep._options.kinds import check_ranges
 from fusedstep._sharding.dtensor import is_dtensor, spread_of
 from fusedstep._state.codes import absmax_of, are_codes_of, is_codes, of_shape
-from fusedstep._state.kinds import COUNT, States, plain
 from fusedstep._state.storage import BESIDE, way_of
 from fusedstep._step.gradients import by_place
 
@@ -32,22 +31,9 @@ class LowRankGroups(LowRankShards):
         "eps_before_bias": True,
         "decay_last": True,
     }
-    _state_kinds: ClassVar[States] = {**plain("exp_avg", "exp_avg_sq"), **COUNT}
     _learns_in_int4 = True
     _composite: ClassVar[bool] = True
     _foreign_states = frozenset({"projector", "seed"})
-
-    # The projection of a class
-
-    @classmethod
-    def _moment_shapes(cls, group: dict[str, Any], shape: torch.Size) -> dict[str, torch.Size]:
-        """The shapes of the moments of a low-rank gradient of this shape."""
-        return dict.fromkeys(cls._states, shape)
-
-    @classmethod
-    def _more_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
-        """The shapes of states beside the moments and the place."""
-        raise NotImplementedError
 
     # Options, and which groups
 
@@ -77,25 +63,23 @@ class LowRankGroups(LowRankShards):
     def _products_dtype(self, group: dict[str, Any], weight: Tensor) -> torch.dtype | None:
         return dtype_of_products(weight) if self._is_projected(group) else None
 
-    @classmethod
-    def _state_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size] | None:
-        if not cls._is_projected(group):
-            return super()._state_shapes(group, weight)
-        cls._check_projection(group)
-        if reason := cls._why_not_projected(group, weight):
-            raise ValueError(f"a weight of a group with a rank {reason}")
-        shape = low_shape_of(group, weight)
-        moments, more = cls._moment_shapes(group, shape), cls._more_shapes(group, weight)
-        return moments | more | cls._place_shapes(group)
+    def _check_group(self, index: int, group: dict[str, Any]) -> None:
+        super()._check_group(index, group)
+        self._check_projected(group, group["params"])
 
-    def _is_native(
-        self, group: dict[str, Any], weights: list[Tensor], grads: Sequence[Tensor] = ()
-    ) -> bool:
+    def _check_projected(self, group: dict[str, Any], weights: list[Tensor]) -> None:
+        """Raises if a group has a rank, and weights that cannot be projected to it."""
         if self._is_projected(group):
             self._check_projection(group)
             for p in weights:
                 if reason := self._why_not_projected(group, p):
                     raise ValueError(f"{self._name_of(group, p)} {reason}")
+
+    def _is_native(
+        self, group: dict[str, Any], weights: list[Tensor], grads: Sequence[Tensor] = ()
+    ) -> bool:
+        if self._is_projected(group):
+            self._check_projected(group, weights)
             self._takes_scratch(group, weights, grads)
         return super()._is_native(group, weights, grads)
 
@@ -155,6 +139,7 @@ class LowRankGroups(LowRankShards):
 
     def _check_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
         """Raises if states are no longer those that the options of a group ask for."""
+        self._check_projected(group, weights)
         for place, p in enumerate(weights):
             state, spread = self._state.get(p, {}), self._state_placements(group, p) or {}
             for name, shape in (self._state_shapes(group, p) or {}).items():

@@ -14,12 +14,7 @@ from torch import Tensor
 from fusedstep._matrix.low_rank_bases import LowRankBases
 from fusedstep._matrix.projection import why_not_projected
 from fusedstep._matrix.scratch import Scratch
-from fusedstep._matrix.sharded_projections import (
-    copies_of,
-    is_summed,
-    low_placements,
-    made_by_owners,
-)
+from fusedstep._matrix.sharded_projections import is_summed, made_by_owners
 from fusedstep._sharding.dtensor import is_dtensor, local
 from fusedstep._sharding.exchange import Cut, cut_of, step_whole
 from fusedstep._step.nonfinite import not_finite
@@ -50,18 +45,6 @@ class LowRankShards(LowRankBases):
                 "without a rank"
             )
         return why_not_projected(group, weight)
-
-    @classmethod
-    def _state_placements(cls, group: dict[str, Any], weight: Tensor) -> dict[str, Any] | None:
-        if not (cls._is_projected(group) and is_dtensor(weight)):
-            return super()._state_placements(group, weight)
-        low = low_placements(weight, cls._sides(group, weight))
-        shapes = cls._state_shapes(group, weight) or {}
-        return {
-            name: low if name in cls._states else copies_of(weight)
-            for name, shape in shapes.items()
-            if shape
-        }
 
     def _exchanges(self, group: dict[str, Any]) -> bool:
         return super()._exchanges(group) or self._is_projected(group)

@@ -101,10 +101,14 @@ def low_shape(rank: int, side: tuple[str, ...], rows: int, columns: int) -> torc
     return torch.Size((rank if LEFT in side else rows, rank if RIGHT in side else columns))
 
 
-def low_shape_of(group: dict[str, Any], weight: Tensor) -> torch.Size:
-    """The shape of the low-rank gradient of a weight in a group with a rank."""
-    rows, columns = matrix_shape(weight)
-    return low_shape(group["rank"], sides(group["proj_type"], rows, columns), rows, columns)
+def sides_of(group: dict[str, Any], shape: torch.Size) -> tuple[str, ...]:
+    """The sides that the gradient of a weight of this shape is projected from."""
+    return sides(group["proj_type"], shape[0], shape[1:].numel())
+
+
+def low_shape_of(group: dict[str, Any], shape: torch.Size) -> torch.Size:
+    """The shape of the low-rank gradient of a weight of this shape in a group with a rank."""
+    return low_shape(group["rank"], sides_of(group, shape), shape[0], shape[1:].numel())
 
 
 def basis_shapes(

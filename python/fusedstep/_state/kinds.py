@@ -41,7 +41,7 @@ class State:
     needs: str | Callable[[Group], bool] | None = None
     lasts: Callable[[Group], bool] | None = None
     shape: Callable[[Group, torch.Size], torch.Size | None] | None = None
-    placements: Callable[[Group, Tensor], tuple[Any, ...]] | None = None
+    placements: Callable[[Group, Tensor], tuple[Any, ...] | None] | None = None
     start: float | str | Callable[[list[Group], Group, Tensor], Sequence[float]] = 0.0
     is_number: bool = False
     is_signed: bool = False
@@ -73,8 +73,7 @@ class State:
 
     def first_value(self, group: Group) -> float:
         """Returns the value of each element before the first step."""
-        if callable(self.start):
-            raise TypeError("the elements of the state have different first values")
+        assert not callable(self.start)
         return float(group[self.start] if isinstance(self.start, str) else self.start)
 
 

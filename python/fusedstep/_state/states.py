@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import cycle, product
 from typing import Any, TypeGuard
 
@@ -238,12 +238,11 @@ class StateStore:
         group: dict[str, Any],
         weights: list[Tensor],
         native: bool,
-        starts: Callable[[dict[str, Any], Tensor, str], Sequence[float]] | None = None,
+        groups: list[dict[str, Any]],
     ) -> None:
         """Gives a state to those weights that have none, and the codes that options ask for.
 
-        ``starts`` returns the numbers that the elements of a weight's state of a name start at, if
-        these are different.
+        ``groups``: those of the optimizer.
         """
         check_state_dtype(own_option(group, "state_dtype"))
         if self.was_read:  # else nobody has given it states
@@ -261,7 +260,7 @@ class StateStore:
             if name not in state:
                 if name in BESIDE.values():
                     self._start_beside(group, p, tensor)
-                elif starts is not None and (numbers := starts(group, p, name)):
+                elif numbers := self._first_values(groups, group, p, name):
                     for element, number in zip(dtensor.local(tensor), numbers, strict=True):
                         element.fill_(number)
                 elif value := self._first_value(group, _state_of(name)):
@@ -300,6 +299,29 @@ class StateStore:
         """Returns the value of a number, or of every element of a state, before the first step."""
         kind = self._state_kinds.get(name)
         return kind.first_value(group) if kind else 0.0
+
+    def _first_values(
+        self, groups: list[dict[str, Any]], group: dict[str, Any], weight: Tensor, name: str
+    ) -> Sequence[float]:
+        """Returns the values of the elements of a state, if these are different."""
+        kind = self._state_kinds.get(name)
+        return kind.start(groups, group, weight) if kind and callable(kind.start) else ()
+
+    def create_later(
+        self, group: dict[str, Any], weights: list[Tensor], groups: list[dict[str, Any]]
+    ) -> None:
+        """Makes the states that older dictionaries lack, when weights have got states of these."""
+        later = {name: kind for name, kind in self._state_kinds.items() if kind.is_later}
+        older = [
+            p
+            for p in weights
+            if any(
+                name not in self.by_weight[p] and kind.is_of(group, p.shape)
+                for name, kind in later.items()
+            )
+        ]
+        if older:
+            self.create(group, older, False, groups)
 
     def _start_beside(self, group: dict[str, Any], weight: Tensor, beside: Tensor) -> None:
         """Sets what a weight keeps beside it, so that its value is what it was in another way."""

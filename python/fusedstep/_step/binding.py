@@ -117,7 +117,7 @@ class BindsGroups(Owner):
         native, store = self._is_native(group, weights, grads), self._store
         if not native and not self._is_composite(group):
             self._rehearse(group, weights, grads)  # before a state begins at such an option
-        store.create(group, weights, native, self._starts)
+        store.create(group, weights, native, self._groups)
         states = store.operands(group, weights)
         if not native:
             return None

@@ -379,7 +379,7 @@ def _like(cls: type[FusedOptimizer], group: dict[str, Any], place: int) -> Tenso
     """A weight, or a tensor of the shape of its states where a class projects it."""
     weight = group["params"][place]
     is_projected = issubclass(cls, LowRankSteps) and group.get("rank") is not None
-    return of_shape(weight, low_shape_of(group, weight)) if is_projected else weight
+    return of_shape(weight, low_shape_of(group, weight.shape)) if is_projected else weight
 
 
 def _translated(

@@ -263,7 +263,7 @@ def state_bytes(
         return 0, 0
     optimizer = build(weights, choice, masters)
     for group in optimizer.param_groups:
-        optimizer._store.create(group, group["params"], native=False)
+        optimizer._store.create(group, group["params"], False, optimizer.param_groups)
     sizes = {True: 0, False: 0}
     for weight, state in optimizer.state.items():
         for name, value in state.items():

@@ -95,7 +95,7 @@ class Adagrad(FusedOptimizer):
         """Calls tensor.share_memory_() on the state sum tensors, which it makes if need be."""
         for group in self.param_groups:
             weights = group["params"]
-            self._store.create(group, weights, self._is_native(group, weights))
+            self._store.create(group, weights, self._is_native(group, weights), self._groups)
             for p in weights:
                 self.state[p]["sum"].share_memory_()
 

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._matrix.channel_moves import ChannelMoves, Channels
 from fusedstep._matrix.low_rank import LowRankSteps
-from fusedstep._matrix.low_rank_bases import PLACE
+from fusedstep._matrix.low_rank_states import bases, low_rank, number, place
 from fusedstep._matrix.products import as_matrix, project
 from fusedstep._matrix.projection import LEFT, RIGHT, basis_shapes, check_one_of, matrix_shape
 from fusedstep._matrix.scratch import Scratch
@@ -23,6 +23,7 @@ from fusedstep._options.shared import OF_ADAM, OF_TORCH, PROJECTION
 from fusedstep._sharding.dtensor import local
 from fusedstep._sharding.exchange import Cut, cut_of
 from fusedstep._state.checks import with_name
+from fusedstep._state.kinds import COUNT, States, plain
 from fusedstep._step.plan import Work
 from fusedstep._step.program import Pass, Terms, run
 
@@ -114,6 +115,13 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
         https://arxiv.org/abs/2412.05270
     """
 
+    _state_kinds: ClassVar[States] = {
+        **low_rank(plain("exp_avg", "exp_avg_sq")),
+        _NORM: number(),
+        **bases(when=lambda group: group["proj"] == "svd"),
+        **place(needs=lambda group: group["proj"] == "random"),
+        **COUNT,
+    }
     _option_kinds: ClassVar[Options] = {
         **OF_TORCH,
         **OF_ADAM,
@@ -164,15 +172,6 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
     @classmethod
     def _basis_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
         return basis_shapes(group["rank"], cls._sides(group, weight), *matrix_shape(weight))
-
-    @classmethod
-    def _more_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
-        norm = {_NORM: torch.Size(())}
-        return norm if group["proj"] == "random" else norm | cls._basis_shapes(group, weight)
-
-    @classmethod
-    def _kept_places(cls, group: dict[str, Any]) -> tuple[str, ...]:
-        return (PLACE,) if group["proj"] == "random" else ()
 
     def _shapes_from_gradients(
         self, group: dict[str, Any], weight: Tensor

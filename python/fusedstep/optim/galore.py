@@ -8,7 +8,8 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
-from fusedstep._matrix.galore import GALORE, GaLoreSteps
+from fusedstep._matrix.galore import BESIDE_MOMENTS, GALORE, GaLoreSteps
+from fusedstep._matrix.low_rank_states import low_rank
 from fusedstep._matrix.products import add_back, add_back_all, as_matrix, project
 from fusedstep._matrix.projection import LEFT, RIGHT
 from fusedstep._matrix.scratch import Scratch
@@ -16,6 +17,7 @@ from fusedstep._matrix.transformers_adamw import advance, move
 from fusedstep._options.kinds import Flag, Options
 from fusedstep._options.shared import OF_ADAM, OF_TORCH
 from fusedstep._sharding.dtensor import local
+from fusedstep._state.kinds import COUNT, States, plain
 from fusedstep._state.storage import way_of
 from fusedstep._step.plan import Work
 from fusedstep._step.undo import is_out_of_memory
@@ -105,6 +107,11 @@ class GaLoreAdamW(GaLoreSteps, FusedOptimizer):
         https://arxiv.org/abs/2403.03507
     """
 
+    _state_kinds: ClassVar[States] = {
+        **low_rank(plain("exp_avg", "exp_avg_sq")),
+        **BESIDE_MOMENTS,
+        **COUNT,
+    }
     _option_kinds: ClassVar[Options] = {
         **OF_TORCH,
         **OF_ADAM,

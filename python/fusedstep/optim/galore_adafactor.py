@@ -3,18 +3,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._factored.formula import factored_update, length_of, numbers_of
 from fusedstep._factored.options import LR, as_set, check_given_lr, of_a_variant
-from fusedstep._matrix.galore import GALORE, GaLoreSteps
+from fusedstep._matrix.galore import BESIDE_MOMENTS, GALORE, GaLoreSteps
+from fusedstep._matrix.low_rank_states import low_rank
 from fusedstep._matrix.products import add_back, as_matrix, project, size_between
 from fusedstep._matrix.projection import LEFT, RIGHT
 from fusedstep._options.kinds import Number, Options
-from fusedstep._state.kinds import own_shapes
+from fusedstep._state.kinds import States
 from fusedstep.optim.adafactor import Adafactor
 
 __all__ = ["GaLoreAdafactor"]
@@ -98,7 +98,7 @@ class GaLoreAdafactor(GaLoreSteps, Adafactor):
     """
 
     _rule = Adafactor._rule
-    _state_kinds = Adafactor._state_kinds
+    _state_kinds: ClassVar[States] = {**low_rank(Adafactor._state_kinds), **BESIDE_MOMENTS}
     _allocates_first = False
     _takes_shards = False
     _option_kinds: ClassVar[Options] = {
@@ -141,10 +141,6 @@ class GaLoreAdafactor(GaLoreSteps, Adafactor):
         own = of_a_variant(own)
         check_given_lr(own)
         FusedOptimizer.__init__(self, params, as_set(own))
-
-    @classmethod
-    def _moment_shapes(cls, group: dict[str, Any], shape: torch.Size) -> dict[str, torch.Size]:
-        return own_shapes(cls._state_kinds, group, shape) or {}
 
     def _is_composite(self, group: dict[str, Any]) -> bool:
         return True

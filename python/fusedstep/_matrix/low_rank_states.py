@@ -1,0 +1,108 @@
+"""Records of states of groups with a rank: low-rank moments, bases, and places of weights.
+
+Random bases, and the steps of staggered refreshes, follow from a weight's place in the groups. A
+state keeps the place, so that bases belong to the weight when groups are edited, and over a resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedstep._matrix.projection import LEFT, RIGHT, low_shape_of, sides_of
+from fusedstep._matrix.sharded_projections import copies_of, low_placements
+from fusedstep._state.kinds import Group, State, States
+from fusedstep._state.storage import PLACES, whole_places_of
+
+#: The state that random numbers follow from: the index of a weight's group, and the weight's place
+#: there when it got its states.
+PLACE = "place"
+#: The state that the steps of staggered refreshes follow from: a weight's place in its group, and
+#: the number of weights there, when it got its states.
+TURN = "turn"
+
+
+def has_rank(group: Group, shape: torch.Size | None = None) -> bool:
+    """Returns whether the gradients of a group are projected, those of whichever shape."""
+    return group.get("rank") is not None
+
+
+def low_rank(states: States) -> States:
+    """Returns the records of states that are those of low-rank gradients in groups with a rank."""
+    return {name: state if state.is_number else _low_rank(state) for name, state in states.items()}
+
+
+def _low_rank(state: State) -> State:
+    def may_be(group: Group, shape: torch.Size) -> bool:
+        return state.may_be(group, low_shape_of(group, shape) if has_rank(group) else shape)
+
+    def shape_of(group: Group, shape: torch.Size) -> torch.Size | None:
+        if not has_rank(group):
+            return state.shape and state.shape(group, shape)
+        low = low_shape_of(group, shape)
+        return low if state.shape is None else state.shape(group, low)
+
+    def placements(group: Group, weight: Tensor) -> tuple[Any, ...] | None:
+        if has_rank(group):
+            return low_placements(weight, sides_of(group, weight.shape))
+        return state.placements and state.placements(group, weight)
+
+    return replace(state, of=state.of and may_be, shape=shape_of, placements=placements)
+
+
+def bases(when: Callable[[Group], bool] = has_rank) -> States:
+    """Returns the records of the bases of groups with a rank; ``when``: of those that have any."""
+
+    def left(group: Group, shape: torch.Size) -> bool:
+        return has_rank(group) and when(group) and LEFT in sides_of(group, shape)
+
+    def right(group: Group, shape: torch.Size) -> bool:
+        return has_rank(group) and when(group) and RIGHT in sides_of(group, shape)
+
+    return {
+        LEFT: _beside(of=left, shape=lambda group, shape: torch.Size((shape[0], group["rank"]))),
+        RIGHT: _beside(
+            of=right, shape=lambda group, shape: torch.Size((group["rank"], shape[1:].numel()))
+        ),
+    }
+
+
+def number(needs: Callable[[Group], bool] | None = None) -> State:
+    """Returns the record of a number on the device of a weight in a group with a rank."""
+    return State(of=has_rank, needs=needs, shape=_no_dimensions, takes_codes=False)
+
+
+def place(needs: Callable[[Group], bool]) -> States:
+    """Returns the record of the place that random bases follow from."""
+    return {PLACE: _beside(of=has_rank, needs=needs, shape=_two, start=_place, is_later=True)}
+
+
+def turn(needs: str) -> States:
+    """Returns the record of the place that staggered refreshes follow from."""
+    return {TURN: _beside(of=has_rank, needs=needs, shape=_two, start=_turn, is_later=True)}
+
+
+def _beside(**fields: Any) -> State:
+    """The record of a state of which each process has all."""
+    return State(placements=lambda group, weight: copies_of(weight), takes_codes=False, **fields)
+
+
+def _no_dimensions(group: Group, shape: torch.Size) -> torch.Size:
+    return torch.Size(())
+
+
+def _two(group: Group, shape: torch.Size) -> torch.Size:
+    return torch.Size((2,))
+
+
+def _place(groups: list[Group], group: Group, weight: Tensor) -> Sequence[int]:
+    (whole,) = whole_places_of(groups, group, [weight])
+    return divmod(whole, PLACES)
+
+
+def _turn(groups: list[Group], group: Group, weight: Tensor) -> Sequence[int]:
+    return _place(groups, group, weight)[1], len(group["params"])
