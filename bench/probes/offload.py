@@ -4,7 +4,9 @@
 
 Kinds: `none`, forward and backward pass without an optimizer; `ours`, fusedstep.offload, with steps
 during the backward pass and, as `after`, behind it; `torchao`, its CPUOffloadOptimizer with torch's
-fused AdamW. Each runs in a process of its own.
+fused AdamW. Each runs in a process of its own. With ``--processes N`` so many processes train at
+once, each a model of its own on its own GPU, and share the memory and the cores of the host: the
+figures are those of the slowest process.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -113,6 +116,26 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def slowest(command: list[str], processes: int) -> dict[str, Any]:
+    """Runs a command at once in processes that have a GPU each; raises what one of them told."""
+    runs = [
+        subprocess.Popen(
+            command,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": str(number)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(processes)
+    ]
+    told = [run.communicate() for run in runs]
+    for run, (_, error) in zip(runs, told, strict=True):
+        if run.returncode:
+            raise RuntimeError(error[-800:])
+    found: list[dict[str, Any]] = [json.loads(text.splitlines()[-1]) for text, _ in told]
+    return max(found, key=lambda row: row["ms"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--size", choices=SIZES, default="1.3B")
@@ -120,6 +143,7 @@ def main() -> None:
     parser.add_argument("--bucket", type=float, default=64.0, help="MiB")
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--threads", type=int, default=0, help="of a step; torch's number if 0")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="of them, at once")
     parser.add_argument("--kind", choices=ALL, help="this one alone, in this process")
     parser.add_argument("--weights", choices=OURS, default="float32")
     parser.add_argument("--json", type=Path)
@@ -140,11 +164,11 @@ def main() -> None:
         command += ["--size", asked.size, "--batch", str(asked.batch)]
         command += ["--iterations", str(asked.iterations), "--bucket", str(asked.bucket)]
         command += ["--threads", str(asked.threads)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            print(f"{kind}, {weights}: {done.stderr[-800:]}", flush=True)
+        try:
+            rows.append(slowest(command, asked.processes))
+        except RuntimeError as error:
+            print(f"{kind}, {weights}: {error}", flush=True)
             continue
-        rows.append(json.loads(done.stdout.splitlines()[-1]))
         row = rows[-1]
         print(
             f"{kind:7} {weights:22} {row['ms']:9.1f} ms, {row['ms_of_passes']:9.1f} of them until "
@@ -154,7 +178,7 @@ def main() -> None:
         )
         if asked.json:
             about = {"device": torch.cuda.get_device_name(), "batch": asked.batch}
-            about |= {"length": LENGTH, "bucket_mb": asked.bucket}
+            about |= {"length": LENGTH, "bucket_mb": asked.bucket, "processes": asked.processes}
             about |= {"torchao": importlib.metadata.version("torchao")}
             write_table(asked.json, about | {"rows": rows})
 

@@ -3,8 +3,9 @@
 
     PYTHONPATH=bench:python python bench/probes/scaling.py [PLOT.svg] [--network GB/S]
 
-Terms of one and two GPUs are measured: their files are in bench/results/nvidia-h100. Terms of the
-network are options. They are not measured.
+The terms of a step are fitted to steps of one and two GPUs, which bench/probes/fsdp2 has measured,
+and tested on the steps of more GPUs that its results have. Terms of the network are options. They
+are not measured.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from reports.tables import write_plot
 
-RESULTS = Path(__file__).parents[1] / "results" / "nvidia-h100"
+RESULTS = Path(__file__).parents[1] / "results"
+STEPS = RESULTS / "nvidia-h200" / "fsdp2.json"
+FITTED_ON = (1, 2)
 RANKS = tuple(2**k for k in range(11))
 GIB = 2**30
 
@@ -49,46 +52,6 @@ MODELS = (
 )
 
 
-class Measured(NamedTuple):
-    """Terms that were measured, in seconds."""
-
-    moved: float
-    """of a step for each weight: its operands are read and written"""
-    host: dict[str, float]
-    """of a step for each tensor: the time of two GPUs beyond that of the operands"""
-    clipped: dict[str, float]
-    """more with max_norm, for each tensor"""
-    flops: float
-    """six for each weight and token, in a second"""
-
-
-def measured() -> Measured:
-    ms = json.loads((RESULTS / "fsdp2.json").read_text())["on_gpus"]["ms"]
-    states = json.loads((RESULTS / "small_states.json").read_text())
-    training = json.loads((RESULTS / "gpt_iteration.json").read_text())
-    gpt = MODELS[0]
-    moved = states["cuda torch.float32 None"] / 1e3 / states["elements"]
-    ways = {
-        "AdamW": ("AdamW", "fusedstep"),
-        "LAMB": ("Lamb", "fusedstep"),
-        "torch's AdamW": ("AdamW", "torch fused"),
-    }
-    bare = {way: ms[name][whose] / 1e3 for way, (name, whose) in ways.items()}
-    host = {way: (each - moved * gpt.weights / 2) / gpt.tensors for way, each in bare.items()}
-    clipped = {
-        way: (ms[name][f"{whose}, clipped"] / 1e3 - bare[way]) / gpt.tensors
-        for way, (name, whose) in ways.items()
-    }
-    settings = training["settings"]
-    tokens = math.prod(
-        settings[name] for name in ("batch_size", "block_size", "gradient_accumulation_steps")
-    )
-    (row,) = (
-        row for row in training["rows"] if row["name"] == "fusedstep:AdamW/flash_attn/compiled"
-    )
-    return Measured(moved, host, clipped, 6 * row["weights"] * tokens / (row["ms"] / 1e3))
-
-
 class Network(NamedTuple):
     """Assumptions: bytes a second of each GPU, and seconds that a message takes."""
 
@@ -108,6 +71,106 @@ class Network(NamedTuple):
     def small(self, ranks: int) -> float:
         """An all-reduce of a few numbers."""
         return 2 * self.latency * math.log2(ranks)
+
+
+class Terms(NamedTuple):
+    """Terms of a clipped step, in seconds."""
+
+    operand: float
+    """of each weight that a rank has: its operands are read and written"""
+    tensor: float
+    """of each tensor: the host's time"""
+    overlaps: bool
+    """Whether kernels run while the host starts others: a step then takes the longer of both."""
+
+    def seconds(self, weights: float, tensors: float) -> float:
+        parts = self.operand * weights, self.tensor * tensors
+        return max(parts) if self.overlaps else sum(parts)
+
+
+class Measured(NamedTuple):
+    """Terms that were measured."""
+
+    steps: dict[str, Terms]
+    """by optimizer"""
+    flops: float
+    """six for each weight and token, in a second"""
+
+
+class Way(NamedTuple):
+    """A row of the results."""
+
+    optimizer: str
+    how: str
+    overlaps: bool
+    """As of ``Terms``: of torch's, which start kernels tensor by tensor."""
+
+
+#: By the names that the tables have.
+WAYS = {
+    "AdamW": Way("AdamW", "fusedstep, clipped", overlaps=False),
+    "LAMB": Way("Lamb", "fusedstep, clipped", overlaps=False),
+    "torch's AdamW": Way("AdamW", "torch fused, clipped", overlaps=True),
+}
+
+
+def seconds_measured() -> dict[tuple[str, str, int], float]:
+    """Clipped steps, by optimizer, model and the number of GPUs."""
+    by_ranks = json.loads(STEPS.read_text())["on_gpus"]["ms"]
+    return {
+        (way, model.name, int(ranks)): by_model[model.name][row.optimizer][row.how] / 1e3
+        for ranks, by_model in by_ranks.items()
+        for model in MODELS
+        if model.name in by_model
+        for way, row in WAYS.items()
+    }
+
+
+def fitted(way: str, times: dict[tuple[str, str, int], float], net: Network) -> Terms:
+    """Terms with the least squares of relative errors, of one and two GPUs."""
+    models = {model.name: model for model in MODELS}
+    points = []
+    for (name, model, ranks), seconds in times.items():
+        if name == way and ranks in FITTED_ON:
+            weights, tensors = models[model].weights / ranks, models[model].tensors
+            seconds -= net.small(ranks)
+            points.append((weights / seconds, tensors / seconds))
+    points.sort(key=lambda point: point[0] / point[1])
+    if not WAYS[way].overlaps:
+        return Terms(*_of_both(points), overlaps=False)
+    # The host is the limit of the first of them, and the operands are that of the others.
+    found = [
+        Terms(_of_one([x for x, _ in points[k:]]), _of_one([y for _, y in points[:k]]), True)
+        for k in range(1, len(points))
+    ]
+    return min(found, key=lambda terms: sum((1 - terms.seconds(*each)) ** 2 for each in points))
+
+
+def _of_one(values: list[float]) -> float:
+    """The a with the least squares of 1 - a x."""
+    return sum(values) / sum(x * x for x in values)
+
+
+def _of_both(points: list[tuple[float, float]]) -> tuple[float, float]:
+    """The a and b with the least squares of 1 - a x - b y."""
+    xx, xy, yy = (sum(p[i] * p[j] for p in points) for i, j in ((0, 0), (0, 1), (1, 1)))
+    x, y = (sum(p[i] for p in points) for i in (0, 1))
+    whole = xx * yy - xy * xy
+    return (x * yy - xy * y) / whole, (xx * y - x * xy) / whole
+
+
+def measured(net: Network) -> Measured:
+    times = seconds_measured()
+    training = json.loads((RESULTS / "nvidia-h100" / "gpt_iteration.json").read_text())
+    settings = training["settings"]
+    tokens = math.prod(
+        settings[name] for name in ("batch_size", "block_size", "gradient_accumulation_steps")
+    )
+    (row,) = (
+        row for row in training["rows"] if row["name"] == "fusedstep:AdamW/flash_attn/compiled"
+    )
+    flops = 6 * row["weights"] * tokens / (row["ms"] / 1e3)
+    return Measured({way: fitted(way, times, net) for way in WAYS}, flops)
 
 
 # Memory of a rank, in bytes a weight: how many, and whether ZeRO spreads them from a stage on
@@ -143,17 +206,9 @@ class Cost(NamedTuple):
         return sum(self)
 
 
-def step_of(
-    model: Model, ranks: int, way: str, known: Measured, net: Network, *, clips: bool
-) -> float:
-    """Seconds of an optimizer step of shards."""
-    seconds = known.moved * model.weights / ranks + known.host[way] * model.tensors
-    if clips:
-        # The measured one holds the read of gradients and the collective of two GPUs.
-        seconds += known.clipped[way] * model.tensors + net.small(ranks) - net.small(2)
-    if way == "LAMB":
-        seconds += net.small(ranks) - net.small(2)
-    return seconds
+def step_of(model: Model, ranks: int, way: str, known: Measured, net: Network) -> float:
+    """Seconds of a clipped step of shards."""
+    return known.steps[way].seconds(model.weights / ranks, model.tensors) + net.small(ranks)
 
 
 def iteration(
@@ -166,7 +221,7 @@ def iteration(
     communication = 3 * model.layers * one
     # The first gather and the last reduction have nothing to hide behind.
     exposed = max(communication - compute, 0.0) + (2 * one if communication < compute else 0.0)
-    return Cost(compute, exposed, step_of(model, ranks, way, known, net, clips=True))
+    return Cost(compute, exposed, step_of(model, ranks, way, known, net))
 
 
 # Tables
@@ -182,31 +237,40 @@ def number(x: float) -> str:
 
 
 def terms(known: Measured, net: Network) -> str:
-    us = 1e6
     rows = [
-        [
-            "operands of a weight",
-            f"{known.moved * 1e12:.3g} ps",
-            "measured, one GPU",
-        ],
         *(
-            [f"host, each tensor: {way}", f"{each * us:.3g} µs", "measured, two GPUs"]
-            for way, each in known.host.items()
+            [f"operands of a weight: {way}", f"{each.operand * 1e12:.3g} ps", "fitted"]
+            for way, each in known.steps.items()
         ),
         *(
-            [
-                f"clipping, each tensor: {way}",
-                f"{each * us:.3g} µs",
-                "measured, two GPUs",
-            ]
-            for way, each in known.clipped.items()
+            [f"host, each tensor: {way}", f"{each.tensor * 1e6:.3g} µs", "fitted"]
+            for way, each in known.steps.items()
         ),
         ["computation", f"{known.flops / 1e12:.0f} TFLOP/s", "measured, one GPU"],
         ["NVLink, each GPU, up to 8", f"{net.nvlink / 1e9:.0f} GB/s", "assumed"],
         ["network, each GPU", f"{net.network / 1e9:.0f} GB/s", "assumed"],
-        ["latency of a message", f"{net.latency * us:.0f} µs", "assumed"],
+        ["latency of a message", f"{net.latency * 1e6:.0f} µs", "assumed"],
     ]
     return table(["term", "value", "from"], rows)
+
+
+def errors(known: Measured, net: Network) -> str:
+    """The model beside what was measured: percent that the model's time is longer."""
+    times = seconds_measured()
+    ranks = sorted({number for _, _, number in times})
+    rows = []
+    for model in MODELS:
+        for way in WAYS:
+            if (way, model.name, ranks[0]) not in times:
+                continue
+            row = [f"{model.name}, {way}"]
+            for number in ranks:
+                seconds = times[way, model.name, number]
+                off = step_of(model, number, way, known, net) / seconds - 1
+                row += [f"{1e3 * seconds:.3g}", f"{100 * off:+.0f} %"]
+            rows.append(row)
+    head = [cell for number in ranks for cell in (f"{number}, measured", "the model is off by")]
+    return table(["ms a clipped step", *head], rows)
 
 
 def memories() -> str:
@@ -239,11 +303,11 @@ def steps(known: Measured, net: Network) -> str:
     rows = [
         [f"{model.name}, {way}"]
         + [
-            number(1e3 * step_of(model, ranks, way, known, net, clips=True))
+            number(1e3 * step_of(model, ranks, way, known, net))
             for ranks in (1, 2, 8, 64, 256, 1024)
         ]
         for model in MODELS
-        for way in known.host
+        for way in known.steps
     ]
     return table(["ms a clipped step", "1", "2", "8", "64", "256", "1,024"], rows)
 
@@ -280,6 +344,7 @@ def iterations(known: Measured, net: Network, tokens: int) -> str:
 def tables(known: Measured, net: Network, tokens: int) -> dict[str, str]:
     return {
         "Terms": terms(known, net),
+        "Errors": errors(known, net),
         "Memory": memories(),
         "ZeRO's figure": published(),
         "Steps": steps(known, net),
@@ -314,16 +379,16 @@ def main(argv: list[str] | None = None) -> dict[str, str]:
     parser.add_argument("--tokens", type=int, default=8192, help="of a rank in an iteration")
     args = parser.parse_args(argv)
     net = Network(args.nvlink * 1e9, args.network * 1e9, args.latency * 1e-6)
-    known = measured()
+    known = measured(net)
     found = tables(known, net, args.tokens)
     for name, each in found.items():
         print(f"{name}\n\n{each}\n")
     if args.plot:
 
         def time_of(model: Model, ranks: int, way: str) -> float:
-            return step_of(model, ranks, way, known, net, clips=True)
+            return step_of(model, ranks, way, known, net)
 
-        plot(args.plot, time_of, known.host)
+        plot(args.plot, time_of, known.steps)
     return found
 
 

@@ -368,17 +368,15 @@ def test_ratios_of_wrapped_and_read_steps_are_those_measured():
 def test_ratios_of_offloaded_shards_are_those_measured():
     """Figures of docs/performance.md, and what they may be."""
     page = (ROOT / "docs" / "performance.md").read_text().replace("\n", " ")
-    ms = results("nvidia-h200/fsdp2.json")["offloaded"]["ms"]
-    adamw, adafactor = ms["AdamW"], ms["Adafactor"]
+    ms = results("nvidia-h200/fsdp2.json")["offloaded"]["ms"]["2"]["GPT-2 124 M"]
+    adamw = ms["AdamW"]
     bare, clipped = (
         adamw[f"torch fused{way}"] / adamw[f"fusedstep{way}"] for way in ("", ", clipped")
     )
     lamb = ms["Lamb"]["fusedstep"] / adamw["fusedstep"]
-    clipping = adafactor["fusedstep, clipped"] - adafactor["fusedstep"]
     for told in (
         f"AdamW is {bare:.2f} times as fast as torch's, and {clipped:.2f} times where both clip",
         f"{40 / 28:.2f} times as many, and takes {lamb:.2f} times as long",
-        f"clipping adds {clipping:.0f} ms to its step",
     ):
         assert told in page, told
     assert bare >= 1.35
@@ -530,6 +528,7 @@ DERIVED = {
     ("performance.md", "our ms"),
     ("performance.md", "of an iteration"),
     ("performance.md", "training is faster by"),
+    ("scaling.md", "the model is off by"),
     ("small_states.md", "share"),
     ("small_states.md", "bytes an element"),
     ("small_states.md", "against float32"),
