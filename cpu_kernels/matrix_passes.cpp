@@ -1,7 +1,9 @@
 // Compiled once for each instruction set: the passes around the matrix products of a step.
 #include "cpu_kernels/matrix_passes.h"
 
+#include "cpu_kernels/chosen_channels.h"
 #include "cpu_kernels/codecs.h"
+#include "cpu_kernels/pass_bodies.h"
 #include "cpu_kernels/reduce.h"
 #include "fusedstep/vocabulary.h"
 
@@ -60,15 +62,6 @@ struct Quotient {
     store(to, i, load<V>(from, i) / V(divisor));
   }
 };
-
-// A register at a time, then the tail one by one.
-template <class Body>
-FUSEDSTEP_FN void run_over(const Body body, int64_t begin, int64_t end) {
-  using V = Pack<typename Body::T>;
-  int64_t i = begin;
-  for (; i + V::size() <= end; i += V::size()) body.template run_at<V>(i);
-  for (; i < end; ++i) body.template run_at<typename Body::T>(i);
-}
 
 template <class Stored, class Product>
 void update(const PassTensor& tensor, const AverageOptions& options, int64_t begin, int64_t end) {
@@ -221,24 +214,6 @@ void squares_of_columns(const SquaresTensor& tensor, const Tile& tile, double* s
   for (int64_t i = 0; i < count; ++i) sums[i] = found[i];
 }
 
-// One factor for a whole row, or a factor for each column.
-template <class T>
-struct OneFactor {
-  T factor;
-  template <class V>
-  FUSEDSTEP_FN V at(int64_t) const {
-    return V(factor);
-  }
-};
-template <class T>
-struct Factors {
-  const T* factors;
-  template <class V>
-  FUSEDSTEP_FN V at(int64_t i) const {
-    return load<V>(factors, i);
-  }
-};
-
 template <class Stored, class Grad, class Factor>
 FUSEDSTEP_FN void move_row(Stored* weight, const Grad* grad, const MoveTensor& tensor,
                            typename Codec<Stored>::Compute keep, const Factor factor, int64_t count) {
@@ -285,11 +260,16 @@ void move(const MoveTensor& tensor, double keep_all, const Tile& tile) {
   {update<Stored, Product>, advance<Stored, Product>, move<Stored, Product>},
 #define FUSEDSTEP_NORMS(name, From, To) {sum_squares<From>, divide<From, To>},
 #define FUSEDSTEP_SQUARES(name, Stored) {squares_of_rows<Stored>, squares_of_columns<Stored>},
+#define FUSEDSTEP_CHOSEN(name, Stored, Product)                                   \
+  {norms_of_rows<Stored>, norms_of_columns<Stored>, take_chosen<Stored, Product>, \
+   advance_chosen<Stored, Product>},
 extern const PassTable kPasses = {{FUSEDSTEP_PASS_FORMATS(FUSEDSTEP_PASSES)},
                                   {FUSEDSTEP_NORM_FORMATS(FUSEDSTEP_NORMS)},
-                                  {FUSEDSTEP_SQUARES_FORMATS(FUSEDSTEP_SQUARES)}};
+                                  {FUSEDSTEP_SQUARES_FORMATS(FUSEDSTEP_SQUARES)},
+                                  {FUSEDSTEP_PASS_FORMATS(FUSEDSTEP_CHOSEN)}};
 #undef FUSEDSTEP_PASSES
 #undef FUSEDSTEP_NORMS
 #undef FUSEDSTEP_SQUARES
+#undef FUSEDSTEP_CHOSEN
 
 }  // namespace fusedstep::cpu::FUSEDSTEP_ISA

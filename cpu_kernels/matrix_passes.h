@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "src/core/channels.h"
+#include "src/core/chosen_channels.h"
 #include "src/core/matrix_passes.h"
 
 namespace fusedstep::cpu {
@@ -33,6 +34,20 @@ struct SquaresKernels {
   void (*of_columns)(const SquaresTensor&, const Tile& tile, double* sums);
 };
 
+// Kernels of chosen channels, over a tile of a matrix. The order of a sum is the same on every instruction
+// set.
+struct ChosenKernels {
+  // Write the L1 norm of each row, or column, of the averages with their gradients.
+  void (*norms_of_rows)(const ChosenTensor&, int64_t matrix, bool maximizes, const Tile& tile, double* norms);
+  void (*norms_of_columns)(const ChosenTensor&, int64_t matrix, bool maximizes, const Tile& tile,
+                           double* norms);
+  // Writes the updates of a tile of what is chosen.
+  void (*take)(const ChosenTensor&, int64_t matrix, bool maximizes, const Tile& tile, const ChoiceMemory&);
+  // Writes averages and weights, after the products.
+  void (*advance)(const ChosenTensor&, void* weight, int64_t matrix, const ChosenMove&, const Tile& tile,
+                  const ChoiceMemory&);
+};
+
 // Kernels over elements [begin, end) of matrices. The order of a sum is the same on every instruction set.
 struct NormKernels {
   float (*sum_squares)(const NormTensor&, int64_t begin, int64_t end);
@@ -44,6 +59,7 @@ struct PassTable {
   PassKernels passes[static_cast<int>(PassFormat::kCount)];
   NormKernels norms[static_cast<int>(NormFormat::kCount)];
   SquaresKernels squares[static_cast<int>(SquaresFormat::kCount)];
+  ChosenKernels chosen[static_cast<int>(PassFormat::kCount)];
 };
 
 namespace base {

@@ -162,14 +162,6 @@ __global__ void __launch_bounds__(kThreads) fold_norms_kernel(const __grid_const
   launch.memory.norms[tensor.first_channel + channel] = static_cast<float>(norm);
 }
 
-// Bits that are in the order of norms: these are not negative, and NaN is the largest.
-__device__ __forceinline__ uint32_t key_of(float norm) {
-  if (norm != norm) return 0x7fffffffu;
-  uint32_t bits;
-  memcpy(&bits, &norm, sizeof bits);
-  return bits;
-}
-
 // Returns the sum over the threads before this one. All threads of the block call it.
 __device__ __forceinline__ uint64_t sum_before(uint64_t own) {
   __shared__ uint64_t sums[2][kThreads];

@@ -32,6 +32,20 @@ struct ChoiceOptions {
   bool maximizes;   // gradients are subtracted
 };
 
+// The last pass of a CPU: it takes gradients into the sums too.
+struct ChosenMove {
+  ChoiceOptions choice;
+  double keep;  // what decay leaves of the weight
+};
+
+// Bits that are in the order of norms: these are not negative, and NaN is the largest.
+FUSEDSTEP_FN uint32_t key_of(float norm) {
+  if (norm != norm) return 0x7fffffffU;
+  uint32_t bits = 0;
+  __builtin_memcpy(&bits, &norm, sizeof bits);
+  return bits;
+}
+
 FUSEDSTEP_FN constexpr bool has_rows(const ChosenTensor& of) { return of.channels == Channels::kRows; }
 // Channels of a matrix, and the segments (src/core/channels.h) of each.
 FUSEDSTEP_FN constexpr int64_t channels_of(const ChosenTensor& of) {
@@ -39,6 +53,12 @@ FUSEDSTEP_FN constexpr int64_t channels_of(const ChosenTensor& of) {
 }
 FUSEDSTEP_FN constexpr int64_t segments_of(const ChosenTensor& of) {
   return has_rows(of) ? pieces_of(of.columns, kRowSegment) : pieces_of(of.rows, kColumnSegment);
+}
+FUSEDSTEP_FN constexpr int64_t elements_of(const ChosenTensor& of) {
+  return int64_t{of.matrices} * of.rows * of.columns;
+}
+FUSEDSTEP_FN constexpr int64_t chosen_elements_of(const ChosenTensor& of) {
+  return int64_t{of.matrices} * of.chosen * (has_rows(of) ? of.columns : of.rows);
 }
 // A channel of one segment has no partial norms. Else those of segment s begin behind s times all channels.
 FUSEDSTEP_FN constexpr int64_t partials_of(const ChosenTensor& of) {

@@ -1,8 +1,11 @@
 // The passes of a step that moves chosen rows or columns of each matrix alone (src/core/chosen_channels.h):
-// choose_into before the matrix products, and move_chosen after them, on a device.
+// choose_into before the matrix products, and move_chosen after them, on a device; chosen_updates_into and
+// advance_and_move_chosen on the CPU, where the products may lack memory, and nothing is written before they
+// are done.
 #include "src/core/chosen_channels.h"
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <limits>
 #include <string>
@@ -11,6 +14,7 @@
 #include "src/ops/native_plan.h"
 #include "src/ops/pass_operands.h"
 #include "src/run/backend.h"
+#include "src/steps/chosen_channels.h"
 
 namespace fusedstep::ops {
 namespace {
@@ -71,20 +75,24 @@ struct Choice {
   }
 };
 
-int64_t whole_elements_of(const ChosenTensor& tensor) {
-  return int64_t{tensor.matrices} * tensor.rows * tensor.columns;
-}
-int64_t chosen_elements_of(const ChosenTensor& tensor) {
-  return int64_t{tensor.matrices} * tensor.chosen * (has_rows(tensor) ? tensor.columns : tensor.rows);
-}
-
 constexpr const char* kDoNotFit = "operands must have the elements that forms say";
 
 void check_counts(const Choice& choice, const PassOperands& whole) {
-  check(std::ranges::equal(whole.counts(), choice.tensors, {}, {}, whole_elements_of), kDoNotFit);
+  const auto elements = [](const ChosenTensor& tensor) { return elements_of(tensor); };
+  check(std::ranges::equal(whole.counts(), choice.tensors, {}, {}, elements), kDoNotFit);
 }
 
 int64_t choice_memory(const std::vector<int64_t>& forms) { return Choice(forms).memory(); }
+
+void bind_sums(Choice& choice, const PassOperands& sum, const PassOperands& grad) {
+  grad.check_is_of(sum);
+  check(grad.dtype() == sum.dtype(), "gradients and sums must have one dtype");
+  check_counts(choice, sum);
+  for (size_t i = 0; i < sum.counts().size(); ++i) {
+    choice.tensors[i].stored = sum.data(i);
+    choice.tensors[i].grad = grad.data(i);
+  }
+}
 
 // Binds updates that lie one behind another in memory. Returns their dtype.
 DType bind_updates(Choice& choice, const Tensor& updates, int device) {
@@ -102,22 +110,23 @@ DType bind_updates(Choice& choice, const Tensor& updates, int device) {
   return memory.dtype;
 }
 
+// Both kinds of device: on the CPU the sums stay as they are.
 void choose_into(const Tensors& sums, const Tensors& grads, const Tensor& updates, const Tensor& memory,
                  const std::vector<int64_t>& forms, double momentum, bool maximizes) {
   if (sums.empty()) return;
   const TensorView first = view(sums[0], "the sum");
   const PassOperands sum(sums, "the sum", first), grad(grads, "the gradient", first);
-  grad.check_is_of(sum);
-  check(grad.dtype() == sum.dtype(), "gradients and sums must have one dtype");
   Choice choice(forms);
-  check_counts(choice, sum);
-  for (size_t i = 0; i < sums.size(); ++i) {
-    choice.tensors[i].stored = sum.data(i);
-    choice.tensors[i].grad = grad.data(i);
-  }
+  bind_sums(choice, sum, grad);
   const PassFormat format = format_of(sum.dtype(), bind_updates(choice, updates, first.device));
-  device_passes().choose(first.device, format, choice.tensors, choice.in(memory, first.device),
-                         {momentum, maximizes});
+  const ChoiceMemory found = choice.in(memory, first.device);
+  if (first.device == kHost) return choose_updates(format, choice.tensors, found, maximizes, num_threads());
+  device_passes().choose(first.device, format, choice.tensors, found, {momentum, maximizes});
+}
+
+void chosen_updates_into(const Tensors& sums, const Tensors& grads, const Tensor& updates,
+                         const Tensor& memory, const std::vector<int64_t>& forms, bool maximizes) {
+  choose_into(sums, grads, updates, memory, forms, 1, maximizes);
 }
 
 // Binds the directions of a move, and its factors.
@@ -144,11 +153,38 @@ void move_chosen(const Tensors& weights, const Tensors& directions, const Tensor
   device_passes().move_chosen(first.device, format, choice.tensors, choice.in(memory, first.device), keep);
 }
 
+void advance_and_move_chosen(const Tensors& sums, const Tensors& grads, const Tensors& weights,
+                             const Tensors& directions, const Tensor& memory,
+                             const std::vector<int64_t>& forms, double momentum, bool maximizes, double keep,
+                             const std::vector<double>& factors) {
+  if (weights.empty()) return;
+  const TensorView first = view(weights[0], "the weight");
+  const PassOperands weight(weights, "the weight", first), sum(sums, "the sum", first),
+      grad(grads, "the gradient", first), direction(directions, "the direction", first);
+  Choice choice(forms);
+  bind_sums(choice, sum, grad);
+  const PassFormat format = bind_directions(choice, weight, direction, factors);
+  check(sum.dtype() == weight.dtype(), "weights and sums must have one dtype");
+  check_range(weight.dtype(), std::array{momentum, keep});
+  check_range(weight.dtype(), factors);
+  std::vector<void*> moved;
+  for (size_t i = 0; i < weights.size(); ++i) moved.push_back(weight.data(i));
+  advance_chosen(format, choice.tensors, moved, choice.in(memory, first.device),
+                 {{momentum, maximizes}, keep}, num_threads());
+}
+
 STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
   m.def("choice_memory(int[] forms) -> int");
   m.def(
       "choose_into(Tensor(a!)[] sums, Tensor[] grads, Tensor(b!) updates, Tensor(c!) memory, int[] forms, "
       "float momentum, bool maximizes) -> ()");
+  m.def(
+      "chosen_updates_into(Tensor[] sums, Tensor[] grads, Tensor(a!) updates, Tensor(b!) memory, int[] "
+      "forms, "
+      "bool maximizes) -> ()");
+  m.def(
+      "advance_and_move_chosen(Tensor(a!)[] sums, Tensor[] grads, Tensor(b!)[] weights, Tensor[] directions, "
+      "Tensor memory, int[] forms, float momentum, bool maximizes, float keep, float[] factors) -> ()");
   m.def(
       "move_chosen(Tensor(a!)[] weights, Tensor[] directions, Tensor memory, int[] forms, float keep, "
       "float[] "
@@ -156,6 +192,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
 }
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
   m.impl("choice_memory", TORCH_BOX(&choice_memory));
+}
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) {
+  m.impl("chosen_updates_into", TORCH_BOX(&chosen_updates_into));
+  m.impl("advance_and_move_chosen", TORCH_BOX(&advance_and_move_chosen));
 }
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CUDA, m) {
   m.impl("choose_into", TORCH_BOX(&choose_into));

@@ -325,13 +325,15 @@ class MatrixBatches(ImperativeTwin):
         assert updates is not None
         steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
         memory.take(self._scratch, updates, ns_dtype_of(group, first.device), steps)
-        memory.choose(ordered, float(group["momentum"]), bool(group.get("maximize")))
+        choice = float(group["momentum"]), bool(group.get("maximize"))
+        memory.choose(ordered, *choice)
         directions = memory.orthogonalize(float(group["eps"]), bool(group.get("adds_eps")))
         known = [each for batch in batches for each in batch.moving]
         moving = self._begin(group, [each.weight for each in known], taken, known)
         take_second = self._second_step(group, moving)
         factors = _factors(group, self._alike(group, batches), len(ordered))
-        memory.move(directions, 1 - float(group["lr"]) * float(group["weight_decay"]), factors)
+        keep = 1 - float(group["lr"]) * float(group["weight_decay"])
+        memory.move(ordered, directions, *choice, keep, factors)
         take_second()
 
     def _alike(
@@ -875,10 +877,8 @@ def _takes_batches_of(group: dict[str, Any], device: torch.device, dtype: torch.
     """Returns whether the native engine and passes step batches of these weights together.
 
     Cautious decay is in no pass that moves chosen rows, nor in the one of a CPU, which writes
-    averages and weights in one call. No pass of a CPU chooses rows.
+    averages and weights in one call.
     """
-    if device.type == "cpu" and has_choice(group):
-        return False
     if group.get("cautious_decay") and (device.type == "cpu" or has_choice(group)):
         return False
     return takes_batches_of(device, dtype, group.get("ns_dtype"), ns_dtype_of(group, device))

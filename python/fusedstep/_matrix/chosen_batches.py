@@ -16,7 +16,14 @@ from torch import Tensor
 from fusedstep._matrix.chained import ChainedBatches, Form
 from fusedstep._matrix.chosen import count_of, side_of, takes_rows
 from fusedstep._matrix.newton_schulz import Scratch, Step, fits_engine
-from fusedstep._matrix.passes import choice_memory, choose_into, have_passes, move_chosen
+from fusedstep._matrix.passes import (
+    advance_and_move_chosen,
+    choice_memory,
+    choose_into,
+    chosen_updates_into,
+    have_passes,
+    move_chosen,
+)
 
 
 class ChosenBatches:
@@ -55,7 +62,8 @@ class ChosenBatches:
                 shape = (count, columns) if by_rows else (rows, count)
                 chosen[-1].append((matrices, *shape))
         shapes = [form for batch in chosen for form in batch]
-        self._fits = all(fits_engine(*shape[1:]) for shape in shapes)
+        is_cpu = self._device.type == "cpu"
+        self._fits = is_cpu or all(fits_engine(*shape[1:]) for shape in shapes)
         self._chain = ChainedBatches(shapes, chosen, self._device)
         self._size = choice_memory(self._forms)
 
@@ -67,17 +75,33 @@ class ChosenBatches:
         self._chain.take(scratch, updates, products, steps)
 
     def choose(self, grads: list[Tensor], momentum: float, maximizes: bool) -> None:
-        """Adds gradients to the averages, takes the updates, and decays what is chosen."""
-        arguments = grads, self._chain.updates, self._memory, self._forms
-        choose_into(self._averages, *arguments, momentum, maximizes)
+        """Takes the updates. On a GPU, adds gradients to the averages and decays what is chosen."""
+        operands = self._averages, grads, self._chain.updates, self._memory, self._forms
+        if self._device.type == "cpu":
+            chosen_updates_into(*operands, maximizes)
+        else:
+            choose_into(*operands, momentum, maximizes)
 
     def orthogonalize(self, eps: float, adds_eps: bool) -> list[Tensor]:
         """Iterates on the updates. Returns the rows or columns of each part's direction."""
         return self._chain.orthogonalize(eps, adds_eps)
 
-    def move(self, directions: Sequence[Tensor], keep: float, factors: list[float]) -> None:
-        """Decays weights, and moves those rows or columns along their directions."""
-        move_chosen(self.weights, directions, self._memory, self._forms, keep, factors)
+    def move(
+        self,
+        grads: list[Tensor],
+        directions: list[Tensor],
+        momentum: float,
+        maximizes: bool,
+        keep: float,
+        factors: list[float],
+    ) -> None:
+        """Decays weights, and moves those rows or columns. On a CPU, writes the averages too."""
+        moving = self.weights, directions, self._memory, self._forms
+        if self._device.type == "cpu":
+            options = momentum, maximizes, keep, factors
+            advance_and_move_chosen(self._averages, grads, *moving, *options)
+        else:
+            move_chosen(*moving, keep, factors)
 
 
 def _are_apart(weights: list[Tensor], averages: list[Tensor]) -> bool:

@@ -173,3 +173,39 @@ def move_chosen(
     run = torch.ops.fusedstep.move_chosen.default
     run(weights, directions, memory, forms, keep, factors)
     increment_version(weights)
+
+
+def chosen_updates_into(
+    sums: list[Tensor],
+    grads: list[Tensor],
+    updates: Tensor,
+    memory: Tensor,
+    forms: list[int],
+    maximizes: bool,
+) -> None:
+    """Writes the updates of ``choose_into`` on a CPU, and leaves the sums as they are."""
+    run = torch.ops.fusedstep.chosen_updates_into.default
+    run(sums, grads, updates, memory, forms, maximizes)
+
+
+def advance_and_move_chosen(
+    sums: list[Tensor],
+    grads: list[Tensor],
+    weights: list[Tensor],
+    directions: Sequence[Tensor],
+    memory: Tensor,
+    forms: list[int],
+    momentum: float,
+    maximizes: bool,
+    keep: float,
+    factors: list[float],
+) -> None:
+    """Writes the sums of ``choose_into``, and moves weights as ``move_chosen``: on a CPU.
+
+    It is one call, which finds all of its memory before it writes.
+    """
+    run = torch.ops.fusedstep.advance_and_move_chosen.default
+    operands = sums, grads, weights, directions, memory, forms
+    run(*operands, momentum, maximizes, keep, factors)
+    increment_version(sums)
+    increment_version(weights)

@@ -2,15 +2,18 @@
 
 import copy
 import io
+import math
 
 import pytest
 import torch
 
 from fusedstep import optim
 from fusedstep._matrix import batches
+from fusedstep._matrix.chosen import Chosen, largest, norms_of
 from fusedstep._matrix.newton_schulz import has_engine
+from fusedstep._native import ops
 from reference.dion2 import dion2
-from support.matrices import assert_moved_alike, largest_allocation, parameters, step
+from support.matrices import assert_moved_alike, error, largest_allocation, parameters, step
 from support.stepping import WAYS
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -18,6 +21,7 @@ NEEDS_ENGINE = pytest.mark.skipif(
     not (torch.cuda.is_available() and has_engine(torch.device("cuda"))),
     reason="needs a GPU with native products",
 )
+NEEDS_PRODUCTS = pytest.mark.skipif(not ops.product_isas(), reason="CPU without native products")
 DEVICES = ("cpu", pytest.param("cuda", marks=NEEDS_GPU))
 FUSED = pytest.mark.parametrize("fused", [None, False], ids=["together", "one by one"])
 
@@ -133,7 +137,8 @@ def test_products_of_16_bits_are_within_their_errors(dtype, products, device):
 @pytest.mark.parametrize("most", [1 << 20, 400, 1])
 @pytest.mark.parametrize("options", [{}, {"ns_dtype": torch.bfloat16}, {"normuon": True}], ids=str)
 def test_weights_of_all_shapes_in_one_batch_step_as_in_several(options, most, monkeypatch):
-    """As a GPU takes these."""
+    """As a GPU takes these, where torch's operations choose."""
+    monkeypatch.setattr(batches, "_takes_batches_of", lambda *_: False)
     expected, _ = trained(**options)
     seen, step = [], batches.MatrixBatches._step_batch
 
@@ -233,18 +238,38 @@ def chains(monkeypatch):
     return seen
 
 
-#: What the native engine of a GPU takes a quarter of: wide, tall and square, with channels of
-#: several segments of a norm, and of weights that have several matrices.
+#: What the native engine of a GPU takes a quarter of: wide, tall and square, with norms of several
+#: segments, and weights that have several matrices.
 NATIVE = dict.fromkeys(
     [(8, 32), (32, 32), (64, 32), (8, 4104), (304, 32), (8, 4, 2, 2), (3, 16, 24), (1, 8)], list
 )
+#: That of a CPU takes all others, too.
+ON_CPU = NATIVE | dict.fromkeys(
+    [(7, 5), (5, 7), (1, 1), (33, 2050), (2050, 33), (1, 9), (9, 1), (3, 12, 7)], list
+)
+#: Devices with native products of chosen rows, the dtype of products, and shapes.
+ENGINES = pytest.mark.parametrize(
+    ("device", "products", "shapes"),
+    [
+        pytest.param("cpu", torch.bfloat16, ON_CPU, marks=NEEDS_PRODUCTS, id="cpu"),
+        pytest.param("cuda", None, NATIVE, marks=NEEDS_ENGINE, id="cuda"),
+    ],
+)
 
-#: An option that no native pass of chosen rows has, and that changes nothing without decay.
-BY_TORCH = {"cautious_decay": True, "weight_decay": 0.0}
+
+@pytest.fixture
+def by_torch(monkeypatch):
+    """Steps as ``trained``, with torch's operations for the choice and around the products."""
+
+    def run(*args, **options):
+        with monkeypatch.context() as patch:
+            patch.setattr(batches, "_takes_batches_of", lambda *_: False)
+            return trained(*args, **options)
+
+    return run
 
 
-@NEEDS_ENGINE
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@ENGINES
 @pytest.mark.parametrize(
     "options",
     [
@@ -253,24 +278,22 @@ BY_TORCH = {"cautious_decay": True, "weight_decay": 0.0}
         {"rank_fraction": 1e-9},
         {"rank_fraction": 1},
         {"momentum": 0.5},
-        {"ns_dtype": torch.bfloat16},
-        {"ns_dtype": torch.float16},
+        {"weight_decay": 0.0},
+        {"weight_decay": 3.0},
         {"adjust_lr_fn": "match_rms_adamw", "ns_coefficients": "polar_express"},
     ],
     ids=str,
 )
-def test_native_passes_have_the_bits_of_torchs_operations(options, dtype, monkeypatch):
-    if dtype is torch.float16 and options.get("ns_dtype") is torch.bfloat16:
-        pytest.skip("the engine has no such products")
-    # A single row is no multiple of 8 columns, nor are the columns of a tall matrix.
-    shapes = {
-        shape: list for shape in NATIVE if options.get("rank_fraction") != 1e-9 or shape[0] == 8
-    }
-    options = {"ns_dtype": None, "weight_decay": 0.0, "device": "cuda", "dtype": dtype} | options
+def test_native_passes_have_the_bits_of_torchs_operations(
+    device, products, shapes, options, monkeypatch, by_torch
+):
+    if device == "cuda" and options.get("rank_fraction") == 1e-9:
+        shapes = {shape: list for shape in shapes if shape[0] == 8}  # one column is no word
+    options = {"ns_dtype": products, "device": device} | options
     seen = chains(monkeypatch)
     found, first = trained(shapes, **options)
     assert [set(each) for each in seen] == [set(shapes)] * 4
-    expected, second = trained(shapes, **options | BY_TORCH)
+    expected, second = by_torch(shapes, **options)
     assert len(seen) == 4
     for p, q in zip(found, expected, strict=True):
         average, other = (x.state[w]["momentum_buffer"] for x, w in ((first, p), (second, q)))
@@ -278,106 +301,131 @@ def test_native_passes_have_the_bits_of_torchs_operations(options, dtype, monkey
         assert p.equal(q)
 
 
-@NEEDS_ENGINE
-@pytest.mark.parametrize("decay", [0.1, 3.0])
-def test_native_passes_decay_as_torchs_operations(decay, monkeypatch):
-    options = {"ns_dtype": None, "weight_decay": decay, "device": "cuda"}
+@ENGINES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("asked", [torch.bfloat16, torch.float16, None], ids=str)
+def test_native_passes_step_16_bit_weights(
+    device, products, shapes, dtype, asked, monkeypatch, by_torch
+):
+    """A CPU's operations round products of the last elements of a thread, and passes do not."""
+    pair = dtype, asked or products
+    kind = {"ns_dtype": pair[1], "device": device, "dtype": dtype, "lr": 0.5}
     seen = chains(monkeypatch)
-    found, _ = trained(NATIVE, **options)
-    assert len(seen) == 4
-    monkeypatch.setattr(batches, "_takes_batches_of", lambda *_: False)
-    expected, _ = trained(NATIVE, **options)
-    assert len(seen) == 4
-    assert all(map(torch.equal, found, expected))
+    found, first = trained(shapes, **kind)
+    if device == "cpu":
+        assert bool(seen) == (pair == (torch.bfloat16, torch.bfloat16))
+    else:
+        assert bool(seen) == (pair != (torch.float16, torch.bfloat16))
+    expected, second = by_torch(shapes, **kind)
+    start = [p.to(device) for p in parameters(shapes, dtype)]
+    for p, q, before in zip(found, expected, start, strict=True):
+        average, other = (x.state[w]["momentum_buffer"] for x, w in ((first, p), (second, q)))
+        assert average.equal(other)
+        assert p.equal(q) or (device == "cpu" and error(p - before, q - before) < 0.02)
 
 
-@NEEDS_ENGINE
+@ENGINES
 @pytest.mark.parametrize(
     ("shape", "option"),
     [((24, 16), {"split_heads": 3}), ((48, 16), {"split_sizes": (16, 16, 8, 8)})],
     ids=["heads", "sizes"],
 )
-def test_native_passes_choose_rows_of_each_part(shape, option, monkeypatch):
-    options = {"ns_dtype": None, "device": "cuda", "rank_fraction": 0.5} | option
+def test_native_passes_choose_rows_of_each_part(
+    device, products, shapes, shape, option, monkeypatch, by_torch
+):
+    options = {"ns_dtype": products, "device": device, "rank_fraction": 0.5} | option
     seen = chains(monkeypatch)
     found, _ = trained({shape: list}, **options)
     assert seen == [[shape]] * 4
-    monkeypatch.setattr(batches, "_takes_batches_of", lambda *_: False)
-    expected, _ = trained({shape: list}, **options)
+    expected, _ = by_torch({shape: list}, **options)
     assert all(map(torch.equal, found, expected))
 
 
-@NEEDS_ENGINE
+@ENGINES
 @pytest.mark.parametrize("shape", [(32, 64), (64, 32)], ids=["rows", "columns"])
 @pytest.mark.parametrize("special", [torch.nan, torch.inf, -torch.inf])
-def test_native_passes_choose_what_is_not_a_number(shape, special, monkeypatch):
+def test_native_passes_choose_what_is_not_a_number(
+    device, products, shapes, shape, special, monkeypatch
+):
     """As the largest norm, and of equal norms the first."""
-    weights = {}
+    found = []
     for is_native in (True, False):
         if not is_native:
             monkeypatch.setattr(batches, "_takes_batches_of", lambda *_: False)
-        weights[is_native] = [torch.nn.Parameter(torch.ones(shape, device="cuda")) for _ in "ab"]
-        optimizer = optim.Muon(weights[is_native], rank_fraction=0.25)
-        for p in weights[is_native]:
+        params = [torch.nn.Parameter(torch.ones(shape, device=device)) for _ in "ab"]
+        optimizer = optim.Muon(params, rank_fraction=0.25, ns_dtype=products)
+        for p in params:
             p.grad = torch.ones_like(p)
-        weights[is_native][0].grad[5, 7] = special
-        weights[is_native][0].grad[9, 4] = special
+        params[0].grad[5, 7] = special
+        params[0].grad[9, 4] = special
         optimizer.step()
-        averages = [optimizer.state[p]["momentum_buffer"] for p in weights[is_native]]
-        weights[is_native] += averages
-        assert weights[is_native][0].isnan().any()
-        assert not weights[is_native][1].isnan().any()
-    for found, expected in zip(weights[True], weights[False], strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        assert params[0].isnan().any()
+        assert not params[1].isnan().any()
+        found.append([*params, *(optimizer.state[p]["momentum_buffer"] for p in params)])
+    for each, expected in zip(*found, strict=True):
+        torch.testing.assert_close(each, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@NEEDS_ENGINE
-def test_native_passes_are_of_what_they_take(monkeypatch):
+@ENGINES
+def test_native_passes_are_of_what_they_take(device, products, shapes, monkeypatch):
     seen = chains(monkeypatch)
+    kind = {"ns_dtype": products, "device": device}
     for options in ({"normuon": True}, {"cautious_decay": True}, {"ns_dtype": torch.float32}):
-        trained({(8, 32): list}, device="cuda", **{"ns_dtype": None} | options)
-    trained({(8, 32): list}, device="cuda", ns_dtype=None, dtype=torch.float64)
-    trained({(8, 30): list, (8, 32): list}, device="cuda", ns_dtype=None)
-    trained({(64, 20): list}, device="cuda", ns_dtype=None)  # of 5 columns
+        trained({(8, 32): list}, **kind | options)
+    trained({(8, 32): list}, dtype=torch.float64, **kind)
+    trained({(64, 80): list}, state_dtype="int8", **kind)
+    if device == "cuda":
+        trained({(8, 30): list, (8, 32): list}, **kind)
+        trained({(64, 20): list}, **kind)  # of 5 columns
     assert seen == []
-    trained({(64, 32): list, (0, 8): list}, device="cuda", ns_dtype=None)
+    trained({(64, 32): list, (0, 8): list}, **kind)
     assert seen == [[(64, 32)]] * 4
-    params, optimizer = trained({(64, 32): list}, device="cuda", ns_dtype=None, steps=1)
-    for fraction, count in ((0.5, 6), (0.1, 6), (None, 6), (0.25, 7)):
+
+
+@ENGINES
+def test_a_fraction_may_change_between_native_steps(device, products, shapes, monkeypatch):
+    seen = chains(monkeypatch)
+    params, optimizer = trained({(64, 32): list}, ns_dtype=products, device=device, steps=1)
+    for fraction, is_native in ((0.5, True), (0.1, device == "cpu"), (None, False), (0.25, True)):
         optimizer.param_groups[0]["rank_fraction"] = fraction
         twin = copy.deepcopy(optimizer)
-        optimizer.step()
-        assert len(seen) == count
-        twin.param_groups[0]["params"][0].grad = params[0].grad
-        twin.step()
-        del seen[count:]
-        assert params[0].equal(twin.param_groups[0]["params"][0])
+        (other,) = twin.param_groups[0]["params"]
+        other.grad = params[0].grad
+        seen.clear()
+        for each in (optimizer, twin):
+            each.step()
+        assert len(seen) == 2 * is_native
+        assert params[0].equal(other)
 
 
-@NEEDS_ENGINE
-def test_gradients_of_other_layouts_are_stepped_by_torch(monkeypatch):
+@ENGINES
+def test_gradients_of_other_layouts(device, products, shapes, monkeypatch):
+    """A CPU's passes take copies, torch's operations step a GPU's: the bits are the same."""
     seen, found = chains(monkeypatch), []
-    grad = torch.randn(32, 64, device="cuda")
+    grad = torch.randn(32, 64, device=device)
     for each in (grad, grad.T.contiguous().T):
-        p = torch.nn.Parameter(torch.ones(32, 64, device="cuda"))
+        p = torch.nn.Parameter(torch.ones(32, 64, device=device))
         p.grad = each
-        optim.Muon([p], rank_fraction=0.25).step()
+        optim.Muon([p], rank_fraction=0.25, ns_dtype=products).step()
         found.append(p.detach())
-    assert len(seen) == 1
+    assert len(seen) == (2 if device == "cpu" else 1)
     assert found[0].equal(found[1])
 
 
-@NEEDS_ENGINE
-def test_native_steps_repeat_their_bits_and_count_versions(monkeypatch):
-    seen = chains(monkeypatch)
-    first, optimizer = trained(NATIVE, ns_dtype=None, device="cuda")
-    second, _ = trained(NATIVE, ns_dtype=None, device="cuda")
+@ENGINES
+def test_native_steps_repeat_their_bits_and_count_versions(device, products, shapes, monkeypatch):
+    seen, threads = chains(monkeypatch), torch.get_num_threads()
+    first, optimizer = trained(shapes, ns_dtype=products, device=device)
+    torch.set_num_threads(1)
+    second, _ = trained(shapes, ns_dtype=products, device=device)
+    torch.set_num_threads(threads)
     assert len(seen) == 8
     assert all(map(torch.equal, first, second))
     average = optimizer.state[first[0]]["momentum_buffer"]
     before = first[0]._version, average._version
     optimizer.step()
-    assert (first[0]._version > before[0], average._version > before[1]) == (True, True)
+    assert first[0]._version > before[0]
+    assert average._version > before[1]
 
 
 @NEEDS_ENGINE
@@ -393,17 +441,89 @@ def test_a_native_step_waits_for_nothing_and_allocates_nothing():
         torch.cuda.set_sync_debug_mode("default")
 
 
-@NEEDS_ENGINE
+@ENGINES
 @pytest.mark.parametrize("begin", [0, 4, 7, 8])
-def test_weights_that_share_memory_are_stepped_by_torch(begin, monkeypatch):
+def test_weights_that_share_memory_are_stepped_by_torch(
+    device, products, shapes, begin, monkeypatch
+):
     seen = chains(monkeypatch)
-    whole = torch.ones(16, 32, device="cuda")
+    whole = torch.ones(16, 32, device=device)
     params = [torch.nn.Parameter(each) for each in (whole[begin : begin + 8], whole[:8])]
-    optimizer = optim.Muon(params, rank_fraction=0.25)
+    optimizer = optim.Muon(params, rank_fraction=0.25, ns_dtype=products)
     for p in params:
         p.grad = torch.ones_like(p)
     optimizer.step()
     assert bool(seen) == (begin == 8)
+
+
+@pytest.fixture(params=[*ops.isas()[:-1], "base"])
+def isa(request):
+    ops.force_isa(request.param)
+    yield
+    ops.force_isa(None)
+
+
+@pytest.mark.parametrize("maximizes", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "product"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+    ],
+    ids=str,
+)
+def test_passes_of_a_cpu_are_their_formulas(dtype, product, maximizes, isa):
+    """On every instruction set: norms with ties, sides of 1, and longer than a tile."""
+    forms = [(1, 1, 1, 1, 1), (3, 8, 12, 3, 1), (2, 12, 8, 3, 0), (1, 5, 4099, 2, 1)]
+    forms += [(1, 300, 7, 4, 0), (2, 9, 130, 9, 1), (1, 3, 20_000, 5_000, 0), (1, 200, 1030, 40, 0)]
+
+    def made(seed, shapes, kind):
+        torch.manual_seed(seed)
+        return [torch.randint(-8, 9, shape).to(kind) / 8 for shape in shapes]
+
+    shapes = [form[:3] for form in forms]
+    taken = [(n, k, c) if of_rows else (n, r, k) for n, r, c, k, of_rows in forms]
+    averages, grads, weights = (made(seed, shapes, dtype) for seed in (1, 2, 3))
+    before = [[x.clone() for x in each] for each in (averages, weights)]
+    numbers = [number for form in forms for number in form]
+    memory = torch.empty(torch.ops.fusedstep.choice_memory(numbers), dtype=torch.float64)
+    sizes = [math.prod(shape) for shape in taken]
+    updates = torch.empty(sum(sizes), dtype=product)
+    passes = torch.ops.fusedstep
+    passes.chosen_updates_into(averages, grads, updates, memory, numbers, maximizes)
+    assert all(map(torch.equal, averages, before[0]))
+    directions = made(4, taken, product)
+    options = 0.75, maximizes, 0.5, [-0.25] * len(forms)
+    operands = averages, grads, weights, directions, memory, numbers
+    passes.advance_and_move_chosen(*operands, *options)
+    found = updates.split(sizes)
+    for i, (*_, of_rows) in enumerate(forms):
+        x = before[0][i] + (-grads[i] if maximizes else grads[i])
+        count = {"rank_fraction": (forms[i][3] - 0.5) / x.shape[1 if of_rows else 2]}
+        chosen = Chosen.of(largest(count, norms_of(x, bool(of_rows))), bool(of_rows))
+        own = chosen.take(x)
+        assert found[i].equal(own.to(product).flatten())
+        assert averages[i].equal(chosen.put(x, own * 0.75))
+        kept = before[1][i] * 0.5
+        moves = chosen.put(torch.zeros_like(x), directions[i].to(dtype))
+        assert weights[i].equal((kept.double() - 0.25 * moves.double()).to(dtype))
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 30, 31])
+def test_of_equal_norms_and_what_is_not_a_number_a_cpu_chooses_the_first(count):
+    grads = torch.ones(1, 31, 4)
+    grads[0, :, 0] = torch.arange(31) % 3
+    grads[0, 5::10, 1], grads[0, 9, 2] = torch.nan, torch.inf
+    sums, forms = [torch.zeros_like(grads)], [1, 31, 4, count, 1]
+    memory = torch.empty(torch.ops.fusedstep.choice_memory(forms), dtype=torch.float64)
+    updates = torch.empty(4 * count)
+    torch.ops.fusedstep.chosen_updates_into(sums, [grads], updates, memory, forms, False)
+    places = largest({"rank_fraction": (count - 0.5) / 31}, norms_of(grads, True))
+    expected = Chosen.of(places, True).take(grads)
+    torch.testing.assert_close(updates.view(1, count, 4), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @NEEDS_GPU
