@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 import fusedstep
 from support import recipes
@@ -100,6 +101,53 @@ def test_lamb_with_warmup(capsys):
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
 def test_of_other_optimizers(capsys, name):
     recipes.assert_trains(capsys, name, "--batch", "8", steps=20)
+
+
+def muon_of_two_processes(device, *options):
+    """Runs the recipe by torchrun, and returns what it has printed."""
+    python = [str(Path(fusedstep.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    recipe = [str(recipes.FOLDER / "muon_fsdp2.py"), "--device", device]
+    run = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", *recipe, *options],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(python), "FUSEDSTEP_DATA": "nowhere"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return run.stdout
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+        ),
+    ],
+)
+def test_muon_on_fsdp2_goes_on_with_another_number_of_processes(device, tmp_path):
+    options = ("--batch", "4", "--every", "6")
+    folders = [str(tmp_path / name) for name in ("two", "one")]
+    found = muon_of_two_processes(device, *options, "--steps", "6", "--folder", folders[0])
+    assert re.fullmatch(recipes.CLOSING_LINE, found.strip())
+    metadata = FileSystemReader(tmp_path / "two" / "step-00000006").read_metadata()
+    states = [name.split(".")[-1] for name in metadata.state_dict_metadata]
+    assert states.count("momentum_buffer") == states.count("momentum_buffer_absmax") == 8
+
+    options = ("--steps", "12", *options)
+    resumed, whole = (
+        recipes.run("muon_fsdp2", *options, "--folder", folder, device=device).losses
+        for folder in folders
+    )
+    assert [len(losses) for losses in (resumed, whole)] == [6, 12]
+    whole = torch.tensor([float(loss) for loss in whole])
+    assert whole[-3:].mean() < whole[:3].mean() - 0.1
+    torch.testing.assert_close(
+        torch.tensor([float(loss) for loss in resumed]), whole[6:], rtol=0.01, atol=0
+    )
 
 
 def test_offload_says_that_it_needs_a_gpu(capsys):
