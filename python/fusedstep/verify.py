@@ -406,7 +406,7 @@ def _noise(values: Tensor) -> Tensor:
 
 def _averaged(optimizer: FusedOptimizer, group: dict[str, Any], weight: Tensor) -> int:
     """The most elements that a number of a weight's states is the mean of; 0 if none is a mean."""
-    shapes = (optimizer._state_shapes(group, weight) or {}).values()
+    shapes = [slot.shape for slot in optimizer._store.slots_of(group, weight)]
     least = min((shape.numel() for shape in shapes if shape.numel()), default=weight.numel())
     return weight.numel() // least if least < weight.numel() else 0
 

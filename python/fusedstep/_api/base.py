@@ -34,11 +34,10 @@ from fusedstep._options.kinds import (
     numeric,
 )
 from fusedstep._options.shared import OF_TORCH, OWN, own_option, without_unset
-from fusedstep._sharding.dtensor import is_dtensor
 from fusedstep._state import storage
 from fusedstep._state.checks import check_storage
 from fusedstep._state.codes import OF_INT4, warn_of_codes
-from fusedstep._state.kinds import COUNT, States, own_shapes
+from fusedstep._state.kinds import COUNT, States
 from fusedstep._state.states import StateStore
 from fusedstep._step.binding import BindsGroups
 from fusedstep._step.clip import EPSILON, Asked, factors_of, norm_of
@@ -189,32 +188,6 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         """Raises an option of a group that is of another kind; its range may be any."""
         check_kinds(self._option_kinds, group)
         check_storage(group)
-
-    @classmethod
-    def _state_names(cls, group: dict[str, Any], weight: Tensor) -> tuple[str, ...]:
-        """Returns those of the states that a weight of a group has."""
-        kinds, shape = cls._state_kinds, weight.shape
-        return tuple([name for name in cls._states if kinds[name].is_of(group, shape)])
-
-    @classmethod
-    def _state_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size] | None:
-        """The shapes of a weight's states by their names, if not all have the weight's shape.
-
-        They are float32 beside a weight of 16 bits.
-        """
-        return own_shapes(cls._state_kinds, group, weight.shape)
-
-    @classmethod
-    def _state_placements(cls, group: dict[str, Any], weight: Tensor) -> dict[str, Any] | None:
-        """The placements of these states of a DTensor, but for those that are tensors of torch."""
-        if not is_dtensor(weight):
-            return None
-        found = {
-            name: kind.placements(group, weight)
-            for name, kind in cls._state_kinds.items()
-            if kind.placements is not None and kind.is_of(group, weight.shape)
-        }
-        return {name: placements for name, placements in found.items() if placements is not None}
 
     def _in_form(
         self, group: dict[str, Any], weight: Tensor, state: dict[str, Any]

@@ -32,7 +32,7 @@ from fusedstep._state.codes import (
     is_codes,
     of_shape,
 )
-from fusedstep._state.kinds import numbers_of
+from fusedstep._state.kinds import numbers_of, own_shapes, shapes_of
 from fusedstep._state.storage import BESIDE, LOW, asked_way
 from fusedstep._step.owner import Owner
 
@@ -189,18 +189,17 @@ def check_state(
     """
     index, place = where
     weight, name = group["params"][place], name_of(group, index, place)
+    kinds = optimizer._state_kinds
     check_is_state(name, state)
     if not state:
         return
     check_names(optimizer, name, state, options, weight, advice=_IMPORT)
-    for number in () if weight.is_meta else _numbers(optimizer, options, weight):
+    for number in () if weight.is_meta else numbers_of(kinds, options, weight.shape):
         check_count_of_steps(name, state[number], number)
-    shapes = optimizer._state_shapes(options, weight)
-    needed = _needed(optimizer, options, weight, shapes)
+    shapes, needed = own_shapes(kinds, options, weight.shape), _needed(optimizer, options, weight)
     if asked_way(options) == "stochastic" and "step" in state:
         check_count_of_steps(name, state["step"])
-    names = optimizer._state_names(options, weight) if shapes is None else shapes
-    names = (*names, *needed, *BESIDE.values())
+    names = (*shapes_of(kinds, options, weight.shape), *needed, *BESIDE.values())
     for key in dict.fromkeys(names):
         if key in needed or state.get(key) is not None:
             shape = (shapes or {}).get(key, weight.shape)
@@ -216,10 +215,6 @@ def check_state(
             raise ValueError(f"{key} of {name} must be int16, not {state[key].dtype}")
 
 
-def _numbers(optimizer: Owner, options: dict[str, Any], weight: Tensor) -> list[str]:
-    return numbers_of(optimizer._state_kinds, options, weight.shape)
-
-
 def check_names(
     optimizer: Owner,
     name: str,
@@ -229,8 +224,9 @@ def check_names(
     advice: str = "",
 ) -> None:
     """Raises if the state of a weight lacks what it has whatever other options are."""
-    needed = _needed(optimizer, options, weight, optimizer._state_shapes(options, weight))
-    if missing := sorted({*_numbers(optimizer, options, weight), *needed} - state.keys()):
+    numbers = numbers_of(optimizer._state_kinds, options, weight.shape)
+    needed = {*numbers, *_needed(optimizer, options, weight)}
+    if missing := sorted(needed - state.keys()):
         likely = [cls for cls in classes if is_state_of(cls, state)]
         raise ValueError(
             f"the state of {name} has no {', '.join(missing)}: it is not one of "
@@ -238,18 +234,15 @@ def check_names(
         )
 
 
-def _needed(
-    optimizer: Owner, options: dict[str, Any], weight: Tensor, shapes: Mapping[str, Any] | None
-) -> list[str]:
-    """States that no dictionary lacks; ``shapes``: those of the weight's states, if its own."""
+def _needed(optimizer: Owner, options: dict[str, Any], weight: Tensor) -> list[str]:
+    """The tensors that no dictionary lacks."""
     kinds, later = optimizer._state_kinds, optimizer._later_options
+    shapes = own_shapes(kinds, options, weight.shape)
     if shapes is not None:
         return [name for name in shapes if not kinds[name].is_later]
-    return [
-        name
-        for name in optimizer._states
-        if kinds[name].may_be(options, weight.shape) and kinds[name].is_lasting(options, later)
-    ]
+    tensors = [(name, kinds[name]) for name in optimizer._states]
+    may_be = [(name, kind) for name, kind in tensors if kind.may_be(options, weight.shape)]
+    return [name for name, kind in may_be if kind.is_lasting(options, later)]
 
 
 def check_is_state(name: str, state: Any) -> None:

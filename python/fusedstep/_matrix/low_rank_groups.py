@@ -16,7 +16,8 @@ from fusedstep._matrix.products import dtype_of_products
 from fusedstep._matrix.projection import check_whole_number
 from fusedstep._options.kinds import check_ranges
 from fusedstep._sharding.dtensor import is_dtensor, spread_of
-from fusedstep._state.codes import absmax_of, are_codes_of, is_codes, of_shape
+from fusedstep._state.codes import absmax_of, is_codes
+from fusedstep._state.kinds import own_shapes
 from fusedstep._state.storage import BESIDE, way_of
 from fusedstep._step.gradients import by_place
 
@@ -108,7 +109,7 @@ class LowRankGroups(LowRankShards):
         self, group: dict[str, Any], weight: Tensor, state: dict[str, Any]
     ) -> dict[str, Any]:
         """Takes the bases out of a projector object, and makes states beside 16 bits float32."""
-        shapes = self._state_shapes(group, weight) or {}
+        shapes = own_shapes(self._state_kinds, group, weight.shape) or {}
         if state.keys().isdisjoint({*self._states, *shapes}):  # it has taken no step
             return {}
         if not self._is_projected(group):
@@ -141,26 +142,24 @@ class LowRankGroups(LowRankShards):
         """Raises if states are no longer those that the options of a group ask for."""
         self._check_projected(group, weights)
         for place, p in enumerate(weights):
-            state, spread = self._state.get(p, {}), self._state_placements(group, p) or {}
-            for name, shape in (self._state_shapes(group, p) or {}).items():
-                if name not in state:  # it is to be made
+            state = self._state.get(p, {})
+            for slot in self._store.slots_of(group, p):
+                name, shape, spread = slot.name, slot.own_shape, slot.placements
+                if shape is None or name not in state:  # it is to be made
                     continue
                 found, wide = state[name], torch.float32 if p.itemsize == 2 else p.dtype
-                if is_codes(found):
-                    fits = are_codes_of(found, state.get(absmax_of(name)), of_shape(p, shape))
-                else:
-                    fits = found.shape == shape
-                    if found.dtype != wide and shape:
-                        raise RuntimeError(
-                            f"tensor {place} of the list: the state {name} is {found.dtype} but "
-                            f"has to be {wide}"
-                        )
-                if name in spread and not (
-                    is_dtensor(found) and spread_of(found) == (spread_of(p)[0], spread[name])
+                fits = slot.fits(state)
+                if not is_codes(found) and found.dtype != wide and shape:
+                    raise RuntimeError(
+                        f"tensor {place} of the list: the state {name} is {found.dtype} but "
+                        f"has to be {wide}"
+                    )
+                if spread and not (
+                    is_dtensor(found) and spread_of(found) == (spread_of(p)[0], spread)
                 ):
                     raise RuntimeError(
                         f"{name} of {self._name_of(group, p)} must be a DTensor over the mesh of "
-                        f"its weight with the placements {spread[name]}"
+                        f"its weight with the placements {spread}"
                     )
                 if not fits or found.device != p.device:
                     raise RuntimeError(
@@ -174,6 +173,7 @@ class LowRankGroups(LowRankShards):
     def _low_rank_states(self, group: dict[str, Any], weight: Tensor) -> list[Tensor]:
         """The states of a weight, but for bases that a step leaves alone and what is beside it."""
         bases = () if weight in self._fresh else self._sides(group, weight)
-        names = {"step", *(self._state_shapes(group, weight) or ())}.difference(bases)
+        slots = self._store.slots_of(group, weight)
+        names = {"step", *(slot.name for slot in slots if slot.record)}.difference(bases)
         names |= set(map(absmax_of, names))
         return [value for name, value in self._state[weight].items() if name in names]

@@ -69,7 +69,9 @@ class State:
 
     def is_of(self, group: Group, shape: torch.Size) -> bool:
         """Returns whether a weight of this shape has the state."""
-        return self.may_be(group, shape) and self.is_needed(group)
+        if self.of is not None and not self.of(group, shape):
+            return False
+        return self.needs is None or self.is_needed(group)
 
     def first_value(self, group: Group) -> float:
         """Returns the value of each element before the first step."""
@@ -95,13 +97,18 @@ def numbers_of(states: States, group: Group, shape: torch.Size) -> list[str]:
     return [n for n, state in states.items() if state.is_number and state.is_of(group, shape)]
 
 
-def own_shapes(states: States, group: Group, shape: torch.Size) -> dict[str, torch.Size] | None:
-    """The shapes of a weight's states by their names, if not all have the weight's shape."""
-    found = {
+def shapes_of(states: States, group: Group, shape: torch.Size) -> dict[str, torch.Size | None]:
+    """The own shapes of the tensors that a weight of this shape has; None for the weight's."""
+    return {
         name: state.shape and state.shape(group, shape)
         for name, state in states.items()
         if not state.is_number and state.is_of(group, shape)
     }
+
+
+def own_shapes(states: States, group: Group, shape: torch.Size) -> dict[str, torch.Size] | None:
+    """The shapes of a weight's states by their names, if not all have the weight's shape."""
+    found = shapes_of(states, group, shape)
     if all(own is None for own in found.values()):
         return None
     return {name: shape if own is None else own for name, own in found.items()}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import cycle, product
 from typing import Any, TypeGuard
 
 import torch
@@ -16,16 +14,13 @@ from fusedstep._state.checks import check_state_dtype
 from fusedstep._state.codes import absmax_of, is_codes
 from fusedstep._state.counts import new_count, read_count, with_memory, write_count
 from fusedstep._state.forked import in_pieces
+from fusedstep._state.kinds import States
+from fusedstep._state.slots import SIXTEEN_BITS, Slot, Slots, zeros
 from fusedstep._state.storage import BESIDE, LOW, MASTER, has_master, start_beside, value_of, way_of
-
-_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 #: Steps without a read of the state after which a step looks whether anybody still holds it. That
 #: takes as long as some steps: code that reads the state at every step is not to pay for it.
 _STEPS_BEFORE_A_LOOK = 16
-
-#: A state of a weight, what it is to have, and the names of what it has no more.
-_Change = tuple[dict[str, Any], dict[str, Tensor], list[str]]
 
 
 class StateStore:
@@ -44,9 +39,9 @@ class StateStore:
     ) -> None:
         self.by_weight = by_weight
         self.optimizer = optimizer
-        self._state_kinds = optimizer._state_kinds
-        self._names_in_group = optimizer._state_names
-        self._shapes, self._placements = optimizer._state_shapes, optimizer._state_placements
+        self._states: States = optimizer._state_kinds
+        self._count = self._states.get("step")
+        self._tensors = [each for each in self._states.items() if not each[1].is_number]
         self._signed = signed
         self._numbers = optimizer._numbers
         # Those that a native step takes, its count first.
@@ -74,53 +69,35 @@ class StateStore:
 
     def names_of(self, group: dict[str, Any], weight: Tensor) -> tuple[str, ...]:
         """Names of the states of a weight that are no numbers, in the order of a plan."""
-        names, way = self._names(group, weight), way_of(group, weight)
-        return (*names, BESIDE[way]) if way in BESIDE else names
+        shape, way = weight.shape, way_of(group, weight)
+        names = [name for name, record in self._tensors if record.is_of(group, shape)]
+        return (*names, BESIDE[way]) if way in BESIDE else tuple(names)
 
-    def _names(self, group: dict[str, Any], weight: Tensor) -> tuple[str, ...]:
-        """Names of these states but for what a weight keeps beside it."""
-        shapes = self._shapes(group, weight)
-        return self._names_in_group(group, weight) if shapes is None else tuple(shapes)
+    def _slots(self, group: dict[str, Any]) -> Slots:
+        return Slots(self._states, self._signed, group)
+
+    def slots_of(self, group: dict[str, Any], weight: Tensor) -> list[Slot]:
+        """The slots of a weight's tensors, in the same order."""
+        return self._slots(group).of(weight, self.by_weight.get(weight, {}))
+
+    def slot_of(self, group: dict[str, Any], weight: Tensor, name: str) -> Slot:
+        """The slot of a name, which the options of the group may no longer ask for."""
+        return self._slots(group).named(weight, self.by_weight.get(weight, {}), name)
 
     def has_wide(self, group: dict[str, Any], weight: Tensor) -> bool:
         """Returns whether a 16-bit weight's states are float32: by its own, else by options."""
-        if weight.dtype not in _SIXTEEN_BITS or has_master(group, weight):
-            return weight.dtype in _SIXTEEN_BITS
-        state = self.by_weight.get(weight, {})
-        if self._shapes(group, weight) is not None:
-            return True
-        dtypes = [state[name].dtype for name in self._names(group, weight) if name in state]
-        if dtypes:
-            return dtypes[0] in (torch.float32, *_codes.CODES)
-        return own_option(group, "state_dtype") is not None
+        if weight.dtype not in SIXTEEN_BITS:
+            return False
+        return self._slots(group).has_wide(weight, self.by_weight.get(weight, {}))
 
     def kind_of(self, group: dict[str, Any], weight: Tensor) -> str | None:
         """The kind of codes that a weight's states are in, by its own, else by options."""
-        return next(iter(self._kinds(group, weight).values()), None)
-
-    def _kinds(self, group: dict[str, Any], weight: Tensor) -> dict[str, str | None]:
-        """The kind of codes that each state is in which may be in codes, by its name."""
-        state, found = self.by_weight.get(weight, {}), {}
-        for name in self._names_in_group(group, weight):
-            if not self._state_kinds[name].takes_codes:
-                continue
-            like = self._like(group, weight, name)
-            if name not in state:
-                found[name] = self._asked_kind(group, weight, name)
-            else:
-                codes = state[name]
-                found[name] = _codes.kind_of(codes, like) if is_codes(codes) else None
-        return found
-
-    def _asked_kind(self, group: dict[str, Any], weight: Tensor, name: str) -> str | None:
-        """The kind of codes that options ask for; states of shards with other shapes have none."""
-        if self._shapes(group, weight) is not None and dtensor.is_dtensor(weight):
+        state, shape = self.by_weight.get(weight, {}), weight.shape
+        coded = (n for n, each in self._tensors if each.takes_codes and each.is_of(group, shape))
+        name = next(coded, None)
+        if name is None or (name in state and not is_codes(state[name])):
             return None
-        return _codes.asked_kind(group, self._like(group, weight, name))
-
-    def _like(self, group: dict[str, Any], weight: Tensor, name: str) -> Tensor:
-        """The weight, or a tensor of the shape of a state that has another one."""
-        return _codes.of_shape(weight, (self._shapes(group, weight) or {}).get(name))
+        return self.slot_of(group, weight, name).kind_in(state)
 
     @staticmethod
     def slots(
@@ -142,20 +119,11 @@ class StateStore:
         self, group: dict[str, Any], weight: Tensor, state: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         """A state with numbers in place of codes."""
-        if not any(map(is_codes, state.values())):
-            return dict(state)
-        coded = {name for name, value in state.items() if is_codes(value)}
-        left_out = set(map(absmax_of, coded))
-        return {
-            name: self._decode(name, self._like(group, weight, name), state)
-            if name in coded
-            else value
-            for name, value in state.items()
-            if name not in left_out
-        }
-
-    def _decode(self, name: str, like: Tensor, state: dict[str, Tensor]) -> Tensor:
-        return _codes.decode(state[name], state[absmax_of(name)], like, name in self._signed)
+        numbers = dict(state)
+        for name in [name for name, value in state.items() if is_codes(value)]:
+            numbers[name] = self.slot_of(group, weight, name).decode(state)
+            del numbers[absmax_of(name)]
+        return numbers
 
     def encode(
         self,
@@ -166,30 +134,22 @@ class StateStore:
     ) -> None:
         """Puts the numbers after a step into those parts of a state that are in codes."""
         coded = [name for name, value in state.items() if is_codes(value)]
-        step = (
-            int(read_count(state["step"])) if coded and self._rounds_by_step(group, weight) else 0
-        )
+        by_step = coded and self._rounds_by_step(group, weight)
+        step = int(read_count(state["step"])) if by_step else 0
         for name in coded:
-            like = self._like(group, weight, name)
-            kind = _codes.kind_of(state[name], like)
-            kept = _codes.parts(state[name], state[absmax_of(name)], like)
-            found = _codes.encode(numbers[name], kind, name in self._signed, step)
-            for part, new in zip(kept, found, strict=True):
-                part.copy_(new)
+            self.slot_of(group, weight, name).encode(state, numbers[name], step)
 
     def _rounds_by_step(self, group: dict[str, Any], weight: Tensor) -> bool:
         """Returns whether a step rounds codes of a weight by the number of the step.
 
         Such a weight has a count of its steps and a state that is never negative.
         """
-        return self._counts_steps(group, weight) and not self._signed.issuperset(
-            self._names_in_group(group, weight)
-        )
+        signed = [slot.is_signed for slot in self.slots_of(group, weight) if slot.takes_codes]
+        return self._counts_steps(group, weight) and not all(signed)
 
     def _counts_steps(self, group: dict[str, Any], weight: Tensor) -> bool:
         """Returns whether the optimizer counts the steps of a weight in its state."""
-        count = self._state_kinds.get("step")
-        return count is not None and count.is_of(group, weight.shape)
+        return self._count is not None and self._count.is_of(group, weight.shape)
 
     def with_count(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
         """The state of a weight, and the count of its steps where that is not part of it."""
@@ -213,6 +173,12 @@ class StateStore:
     def keeps_count(self, group: dict[str, Any], weight: Tensor) -> bool:
         """Returns whether the count is part of the state: random numbers follow from it."""
         return self._counts_steps(group, weight) or way_of(group, weight) == "stochastic"
+
+    def _numbers_of(self, group: dict[str, Any], weight: Tensor) -> tuple[str, ...]:
+        """The names of the numbers that are part of a weight's state."""
+        if "step" in self._numbers or not self.keeps_count(group, weight):
+            return self._numbers
+        return (*self._numbers, "step")
 
     def _count_of(self, group: dict[str, Any], weight: Tensor) -> Tensor:
         """The count of a weight whose state needs none: it starts at 0, beside states at 1.
@@ -247,28 +213,24 @@ class StateStore:
         check_state_dtype(own_option(group, "state_dtype"))
         if self.was_read:  # else nobody has given it states
             self.make_ordinary(weights)
-        for change in [self._conversion(group, p) for p in weights]:
-            _replace(*change)
-        all_weights = weights
-        weights = [p for p in weights if not self._has_all(group, p)]
-        made: dict[Tensor, dict[str, Tensor]] = {p: {} for p in weights}
-        for p, name, tensor in self._zeros(group, weights, native):
-            state, new = self.by_weight.get(p, {}), made[p]
-            for number in self._numbers:
-                if not (number in state or number in new):
-                    new[number] = _new_number(p, group, self._first_value(group, number))
+        for p, change in [(p, self._conversion(group, p)) for p in weights]:
+            self._change(p, change)
+        slots_of = self._slots(group)
+        lacking = [p for p in weights if not self._has_all(group, p, slots_of.names(p))]
+        states = {p: self.by_weight.get(p, {}) for p in lacking}
+        made = {p: self._new_numbers(group, p) for p in lacking}
+        slots = {p: slots_of.of(p, states[p]) for p in lacking}
+        for slot, name, tensor in zeros([(slots[p], states[p]) for p in lacking], native):
+            state, new = states[slot.weight], made[slot.weight]
             if name not in state:
-                if name in BESIDE.values():
-                    self._start_beside(group, p, tensor)
-                elif numbers := self._first_values(groups, group, p, name):
-                    for element, number in zip(dtensor.local(tensor), numbers, strict=True):
-                        element.fill_(number)
-                elif value := self._first_value(group, _state_of(name)):
-                    self._fill(tensor, name, complex(value, value) if p.is_complex() else value, p)
                 new[name] = tensor
-            elif has_master(group, p):  # which came later: no state is narrower than it
+            elif has_master(group, slot.weight):  # which came later: no state is narrower than it
                 new[name] = state[name].to(tensor.dtype)
-        counts = {} if "step" in self._numbers else self._counts_beside(group, made)
+        for p in lacking:
+            for slot in slots[p]:
+                if slot.name not in states[p]:
+                    self._start(groups, group, slot, made[p])
+        counts = {} if "step" in self._numbers else self._counts_beside(group, made, slots_of)
         in_states = [p for p in counts if self.keeps_count(group, p)]
         for p in in_states:
             made[p]["step"] = counts.pop(p)
@@ -277,51 +239,59 @@ class StateStore:
         self._counts.update(counts)
         for p in in_states:  # a count ends with its state
             self._counts.pop(p, None)
-        for p in all_weights:
+        for p in weights:
             self._drop_beside(group, p)
             if "step" in (state := self.by_weight.get(p, {})):
                 state["step"] = with_memory(state["step"])
-
-    def _counts_beside(
-        self, group: dict[str, Any], made: dict[Tensor, dict[str, Tensor]]
-    ) -> dict[Tensor, Tensor]:
-        """The counts of weights whose states are being made: moments and counts begin together."""
-        counts = {}
-        for p in made:
-            state, names = self.by_weight.get(p, {}), self._names(group, p)
-            has_moments = any(name in state for name in names)
-            goes_on = self.keeps_count(group, p) and (has_moments or not names)
-            if not (goes_on and "step" in state):
-                counts[p] = self._count_of(group, p) if goes_on else _new_number(p, group)
-        return counts
-
-    def _first_value(self, group: dict[str, Any], name: str) -> float:
-        """Returns the value of a number, or of every element of a state, before the first step."""
-        kind = self._state_kinds.get(name)
-        return kind.first_value(group) if kind else 0.0
-
-    def _first_values(
-        self, groups: list[dict[str, Any]], group: dict[str, Any], weight: Tensor, name: str
-    ) -> Sequence[float]:
-        """Returns the values of the elements of a state, if these are different."""
-        kind = self._state_kinds.get(name)
-        return kind.start(groups, group, weight) if kind and callable(kind.start) else ()
 
     def create_later(
         self, group: dict[str, Any], weights: list[Tensor], groups: list[dict[str, Any]]
     ) -> None:
         """Makes the states that older dictionaries lack, when weights have got states of these."""
-        later = {name: kind for name, kind in self._state_kinds.items() if kind.is_later}
+        later = [(name, record) for name, record in self._tensors if record.is_later]
         older = [
             p
             for p in weights
-            if any(
-                name not in self.by_weight[p] and kind.is_of(group, p.shape)
-                for name, kind in later.items()
-            )
+            if any(n not in self.by_weight[p] and each.is_of(group, p.shape) for n, each in later)
         ]
         if older:
             self.create(group, older, False, groups)
+
+    def _new_numbers(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
+        """The numbers that a weight's state lacks, by their names."""
+        lacking = [n for n in self._numbers if n not in self.by_weight.get(weight, {})]
+        return {n: _new_number(weight, group, self._states[n].first_value(group)) for n in lacking}
+
+    def _start(
+        self,
+        groups: list[dict[str, Any]],
+        group: dict[str, Any],
+        slot: Slot,
+        new: dict[str, Tensor],
+    ) -> None:
+        """Sets the elements of a new state, which are zero, to their first values."""
+        record, weight = slot.record, slot.weight
+        if record is None:
+            self._start_beside(group, weight, new[slot.name])
+        elif callable(record.start):
+            numbers = record.start(groups, group, weight)
+            for element, number in zip(dtensor.local(new[slot.name]), numbers, strict=True):
+                element.fill_(number)
+        elif value := record.first_value(group):
+            slot.fill(new, complex(value, value) if weight.is_complex() else value)
+
+    def _counts_beside(
+        self, group: dict[str, Any], made: dict[Tensor, dict[str, Tensor]], slots: Slots
+    ) -> dict[Tensor, Tensor]:
+        """The counts of weights whose states are being made: moments and counts begin together."""
+        counts = {}
+        for p in made:
+            state, names = self.by_weight.get(p, {}), slots.shapes(p)
+            has_moments = any(name in state for name in names)
+            goes_on = self.keeps_count(group, p) and (has_moments or not names)
+            if not (goes_on and "step" in state):
+                counts[p] = self._count_of(group, p) if goes_on else _new_number(p, group)
+        return counts
 
     def _start_beside(self, group: dict[str, Any], weight: Tensor, beside: Tensor) -> None:
         """Sets what a weight keeps beside it, so that its value is what it was in another way."""
@@ -340,30 +310,18 @@ class StateStore:
             if name in state and each != way and (way is not None or name != MASTER):
                 del state[name]
 
-    def _fill(self, tensor: Tensor, name: str, value: complex, weight: Tensor) -> None:
-        """Sets all elements of a state, or its codes, or their absmax, to a first value."""
-        of = _state_of(name)
-        if of != name or is_codes(tensor):
-            kind = _codes.kind_of(tensor, weight)  # any kind has the same absmax
-            two = torch.full([2], value, dtype=torch.float32, device="cpu")
-            codes, absmax = _codes.encode(two, kind, of in self._signed)
-            tensor = dtensor.local(tensor)
-            tensor = tensor.view(torch.uint8) if is_codes(tensor) else tensor
-            value = (absmax if of != name else codes.view(torch.uint8))[0].item()
-        in_pieces(lambda part: part.fill_(value), tensor)
-
     def restart(self, group: dict[str, Any], weight: Tensor) -> None:
         """Sets the numbers and states of a weight to their first values, in place.
 
         What it keeps beside it stays: that is of its value.
         """
         state = self.by_weight.get(weight, {})
-        for number in state.keys() & {"step", *self._numbers}:
-            state[number].fill_(self._first_value(group, number))
-        names = self._names(group, weight)
-        for name in (*names, *map(absmax_of, names)):
-            if name in state:
-                self._fill(state[name], name, self._first_value(group, _state_of(name)), weight)
+        for name in state.keys() & {"step", *self._numbers}:
+            record = self._states.get(name)
+            state[name].fill_(record.first_value(group) if record else 0.0)
+        for slot in self.slots_of(group, weight):
+            if slot.record and slot.name in state:
+                slot.fill(state, slot.record.first_value(group))
 
     def operands(self, group: dict[str, Any], weights: list[Tensor]) -> list[dict[str, Tensor]]:
         """The states of weights as a step takes them: with counts, and all numbers as tensors."""
@@ -381,25 +339,27 @@ class StateStore:
 
         ``any_dtype``: these operations take numbers of every dtype.
         """
+        slots = self._slots(group)
         for index, p in enumerate(weights):
-            state, shapes = self.by_weight[p], self._shapes(group, p)
-            for name in self._names(group, p):
-                found = state[name]
+            state = self.by_weight[p]
+            for slot in slots.of(p, state):
+                if not slot.record:
+                    continue
+                name, found = slot.name, state[slot.name]
                 if is_codes(found):
-                    like, absmax = self._like(group, p, name), state.get(absmax_of(name))
+                    absmax = state.get(absmax_of(name))
                     try:
-                        _codes.check_codes(f"the state {name}", found, absmax, like)
+                        _codes.check_codes(f"the state {name}", found, absmax, slot.like)
                     except ValueError as error:
                         raise RuntimeError(f"tensor {index} of the list: {error}") from None
                     continue
-                shape = p.shape if shapes is None else shapes[name]
-                narrow = p.dtype in _SIXTEEN_BITS
-                dtypes = [torch.float32 if narrow and shapes is not None else p.dtype]
-                dtypes += [torch.float32] if narrow else []
-                if found.shape != shape or not (any_dtype or found.dtype in dtypes):
+                narrow = p.dtype in SIXTEEN_BITS
+                dtype = torch.float32 if narrow and slot.own_shape is not None else p.dtype
+                dtypes = (dtype, torch.float32) if narrow else (dtype,)
+                if found.shape != slot.shape or not (any_dtype or found.dtype in dtypes):
                     raise RuntimeError(
                         f"tensor {index} of the list: the state {name} is {found.dtype} of the "
-                        f"shape {list(found.shape)}, but has to be {dtypes[0]} of {list(shape)}"
+                        f"shape {list(found.shape)}, but has to be {dtype} of {list(slot.shape)}"
                     )
 
     def count_together(
@@ -429,14 +389,11 @@ class StateStore:
             state = self.by_weight.get(p, {})
             for name in [name for name, value in state.items() if value is None]:
                 del state[name]  # torch's SGD has had such: it is missing
-            for name in self._numbers:
+            for name in (numbers := self._numbers_of(group, p)):
                 if isinstance(state.get(name), (int, float)):
                     state[name] = _new_number(p, group, state[name])
-            if "step" not in self._numbers:
-                if not self.keeps_count(group, p):
-                    self._count_of(group, p)
-                elif isinstance(state.get("step"), (int, float)):
-                    state["step"] = _new_number(p, group, state["step"])
+            if "step" not in numbers:
+                self._count_of(group, p)
 
     def keep_wide(self, group: dict[str, Any], weight: Tensor, saved: dict[str, Any]) -> None:
         """Takes from a saved state what has been cast to the weight's dtype, and numbers."""
@@ -445,14 +402,14 @@ class StateStore:
             if name == LOW and isinstance(value, Tensor):
                 self.by_weight[weight][name] = value.to(device, torch.int16)
             elif is_codes(value):
-                like, absmax = self._like(group, weight, name), saved[absmax_of(name)]
+                like, absmax = self.slot_of(group, weight, name).like, saved[absmax_of(name)]
                 kind = _codes.kind_of(value, like)
                 if kind == "int4":
                     value = _codes.in_form(value, like, 2)
                 absmax = _codes.in_form(absmax, like, _codes.BLOCKS[kind])
                 self.by_weight[weight][name] = value.to(device)
                 self.by_weight[weight][absmax_of(name)] = absmax.to(device, torch.float32)
-            elif isinstance(value, Tensor) and value.itemsize > 2 and weight.dtype in _SIXTEEN_BITS:
+            elif isinstance(value, Tensor) and value.itemsize > 2 and weight.dtype in SIXTEEN_BITS:
                 self.by_weight[weight][name] = value.to(device, torch.float32)
         for name in set(self._numbers) - {"step"}:  # which torch casts to any dtype
             if isinstance(saved.get(name), Tensor):
@@ -467,15 +424,16 @@ class StateStore:
         States that other processes share stay where they are. ``from_dictionary``: whether the
         states are those of a caller's dictionary, which a step must not change on a device.
         """
-        weights = [p for p in weights if self._has_all(group, p) and self._has_shapes(group, p)]
+        slots = self._slots(group)
+        weights = [p for p in weights if self._is_whole(group, p, slots)]
 
         def stays(value: Tensor) -> bool:
             value = dtensor.local(value)
             return value.is_shared() and (value.is_cpu or not from_dictionary)
 
         for p in weights:
-            state, count = self.by_weight[p], ("step",) if self.keeps_count(group, p) else ()
-            for name in dict.fromkeys((*self._numbers, *count)):
+            state = self.by_weight[p]
+            for name in self._numbers_of(group, p):
                 number = state[name].reshape(())  # older ones have the shape [1]
                 new = _new_number(p, group)
                 if stays(number) and _is_like(number, new):
@@ -485,154 +443,72 @@ class StateStore:
                 else:
                     new.copy_(number)
                 state[name] = new
-        moved = [p for p in weights if not all(map(stays, self._of_elements(group, p)))]
-        for p, name, tensor in self._zeros(group, moved, native=True):
-            old = self.by_weight[p][name]
+        found = [(slots.of(p, self.by_weight[p]), self.by_weight[p]) for p in weights]
+        moved = [
+            (own, state)
+            for own, state in found
+            if not all(stays(state[name]) for slot in own for name in slot.names_in(state))
+        ]
+        for slot, name, tensor in zeros(moved, native=True):
+            old = self.by_weight[slot.weight][name]
             if not stays(old):
-                self.by_weight[p][name] = in_pieces(Tensor.copy_, tensor, old)
-
-    def _of_elements(self, group: dict[str, Any], weight: Tensor) -> list[Tensor]:
-        """The states of a weight that are no numbers, with the absmax of those in codes."""
-        state, names = self.by_weight[weight], self.names_of(group, weight)
-        absmax = [absmax_of(name) for name in names if is_codes(state[name])]
-        return [state[name] for name in (*names, *absmax)]
+                self.by_weight[slot.weight][name] = in_pieces(Tensor.copy_, tensor, old)
 
     @torch.no_grad()
     def convert(self, group: dict[str, Any], weight: Tensor) -> None:
         """Makes a state's numbers codes, or codes numbers, as the options of its group ask."""
-        _replace(*self._conversion(group, weight))
+        self._change(weight, self._conversion(group, weight))
 
-    def _conversion(self, group: dict[str, Any], weight: Tensor) -> _Change:
-        state, new = self.by_weight.get(weight, {}), dict[str, Tensor]()
-        gone: list[str] = []
-        may_differ = isinstance(own_option(group, "state_dtype"), str)
-        if not (may_differ or any(map(is_codes, state.values()))):
-            return state, new, gone
-        for name, kind_now in self._kinds(group, weight).items():
-            like = self._like(group, weight, name)
-            kind = self._asked_kind(group, weight, name)
-            if name not in state or kind_now == kind:
+    def _change(self, weight: Tensor, change: dict[str, Tensor | None]) -> None:
+        """Replaces tensors of a weight's state, or removes them for None."""
+        for name, value in change.items():
+            if value is None:
+                del self.by_weight[weight][name]
+            else:
+                self.by_weight[weight][name] = value
+
+    def _conversion(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor | None]:
+        """What makes a state's numbers codes, or codes numbers."""
+        state, new = self.by_weight.get(weight, {}), dict[str, Tensor | None]()
+        asked = own_option(group, "state_dtype")
+        if not (isinstance(asked, str) or any(map(is_codes, state.values()))):
+            return new
+        for slot in self.slots_of(group, weight):
+            name, kind, like = slot.name, slot.codes, slot.like
+            if not slot.takes_codes or name not in state or slot.kind_in(state) == kind:
                 continue
-            value, codes = state[name], is_codes(state[name])
-            fits = _codes.are_codes_of(value, state.get(absmax_of(name)), like)
-            if not (fits if codes else value.shape == like.shape):
+            if not slot.fits(state):
                 continue  # an error will say so
-            numbers = self._decode(name, like, state) if codes else value
+            numbers = slot.decode(state) if is_codes(state[name]) else state[name]
             if kind is not None:
-                found, absmax = _codes.encode(numbers, kind, name in self._signed)
+                found, absmax = _codes.encode(numbers, kind, slot.is_signed)
                 new[name] = _codes.spread_codes(like, found, kind)
                 new[absmax_of(name)] = _codes.spread_absmax(like, absmax, kind)
             else:
-                new[name] = numbers if self._is_wide_by(group, weight) else numbers.to(weight.dtype)
-                gone.append(absmax_of(name))
-        return state, new, gone
+                is_wide = has_master(group, weight) or asked is not None
+                is_wide = is_wide or slot.own_shape is not None
+                new[name] = numbers if is_wide else numbers.to(weight.dtype)
+                new[absmax_of(name)] = None
+        return new
 
-    def _is_wide_by(self, group: dict[str, Any], weight: Tensor) -> bool:
-        """Returns whether options ask for float32 states, or a class always has them."""
-        return (
-            has_master(group, weight)
-            or own_option(group, "state_dtype") is not None
-            or self._shapes(group, weight) is not None
+    def _is_whole(self, group: dict[str, Any], p: Tensor, slots: Slots) -> bool:
+        """Returns whether a weight has all of its state, in the right shapes."""
+        state = self.by_weight.get(p, {})
+        return self._has_all(group, p, slots.names(p)) and all(
+            is_codes(state[slot.name]) or state[slot.name].shape == slot.shape
+            for slot in slots.of(p, state)
         )
 
-    def _has_shapes(self, group: dict[str, Any], p: Tensor) -> bool:
-        shapes, names = self._shapes(group, p) or {}, self.names_of(group, p)
-        states = {name: self.by_weight[p][name] for name in names}
-        return all(
-            is_codes(state) or state.shape == shapes.get(name, p.shape)
-            for name, state in states.items()
-        )
-
-    def _has_all(self, group: dict[str, Any], p: Tensor) -> bool:
-        state, names = self.by_weight.get(p, {}), self.names_of(group, p)
+    def _has_all(self, group: dict[str, Any], p: Tensor, names: tuple[str, ...]) -> bool:
+        state = self.by_weight.get(p, {})
         absmax = [absmax_of(name) for name in names if is_codes(state.get(name))]
-        count = ("step",) if self.keeps_count(group, p) else ()
-        if not state.keys() >= {*self._numbers, *count, *names, *absmax}:
+        if not state.keys() >= {*self._numbers_of(group, p), *names, *absmax}:
             return False
-        if p.dtype not in _SIXTEEN_BITS:
+        if p.dtype not in SIXTEEN_BITS:
             return True
         # Without anything beside the weight: that its value is wide shows in its states.
-        narrow = [n for n in self._names(group, p) if state[n].dtype in _SIXTEEN_BITS]
+        narrow = any(state[name].dtype in SIXTEEN_BITS for name in names)
         return not (narrow and way_of(group, p) == "stochastic")
-
-    def _zeros(
-        self, group: dict[str, Any], weights: list[Tensor], native: bool
-    ) -> Iterable[tuple[Tensor, str, Tensor]]:
-        """A zeroed tensor for each state of each weight, and for the absmax of codes."""
-        alike: dict[tuple[bool, str | None, tuple[str, ...]], list[Tensor]] = {}
-        for p in weights:
-            kind, names, kinds = None, self.names_of(group, p), self._kinds(group, p)
-            shapes = self._shapes(group, p)
-            if shapes is None:
-                kind, shapes = self.kind_of(group, p), {}
-            names = names[len(shapes) :]
-            placements = (self._placements(group, p) if shapes else None) or {}
-            for name, shape in shapes.items():
-                if (kind_of_it := kinds.get(name)) is not None:
-                    like = [self._like(group, p, name)]
-                    for _, what, codes in self._zero_codes(kind_of_it, (name,), like, False):
-                        yield p, what, codes
-                    continue
-                dtype = torch.float32 if p.dtype in _SIXTEEN_BITS else p.dtype
-                spread = placements.get(name)
-                part = dtensor.part_shape(p, shape, spread) if spread else shape
-                tensor = torch.zeros(part, dtype=dtype, device=p.device)
-                if spread:
-                    tensor = dtensor.spread_as(p, tensor, shape, spread)
-                yield p, name, tensor
-            alike.setdefault((self.has_wide(group, p), kind, names), []).append(p)
-        for (wide, kind, names), some in alike.items():
-            if kind is not None:
-                own = self._names_in_group(group, some[0])
-                yield from self._zero_codes(kind, own, some, native)
-                names = names[len(own) :]
-            narrow = [name for name in names if name in BESIDE.values() and name != MASTER]
-            names = tuple(name for name in names if name not in narrow)
-            yield from self._zero_numbers(names, some, wide, native)
-            for p, name, tensor in self._zero_numbers(tuple(narrow), some, False, native):
-                yield p, name, _as_low(p, tensor) if name == LOW else tensor
-
-    @staticmethod
-    def _zero_numbers(
-        names: tuple[str, ...], weights: list[Tensor], wide: bool, native: bool
-    ) -> Iterable[tuple[Tensor, str, Tensor]]:
-        if native:
-            shards = [dtensor.local(p) for p in weights]
-            tensors = torch.ops.fusedstep.new_states(shards, len(names), wide)
-            tensors = map(dtensor.spread_like, cycle(weights), tensors)
-        else:
-            dtype = torch.float32 if wide else None
-            tensors = [torch.zeros_like(p, dtype=dtype) for _ in names for p in weights]
-        for (name, p), tensor in zip(product(names, weights), tensors, strict=True):
-            yield p, name, tensor
-
-    def _zero_codes(
-        self, kind: str, names: tuple[str, ...], weights: list[Tensor], native: bool
-    ) -> Iterable[tuple[Tensor, str, Tensor]]:
-        signed = [name in self._signed for name in names]
-        new = torch.ops.fusedstep.new_codes if native else _codes.new_codes
-        made = new(list(map(dtensor.local, weights)), kind, signed)
-        absmax = made[len(names) * len(weights) :]
-        for (name, p), tensor in zip(product(names, weights), made, strict=False):
-            yield p, name, _codes.spread_codes(p, tensor, kind)
-        for (name, p), tensor in zip(product(names, weights), absmax, strict=True):
-            yield p, absmax_of(name), _codes.spread_absmax(p, tensor, kind)
-
-
-def _replace(state: dict[str, Any], new: dict[str, Tensor], gone: list[str]) -> None:
-    state.update(new)
-    for name in gone:
-        del state[name]
-
-
-def _state_of(name: str) -> str:
-    """The state that a name is of, which may be that of its absmax."""
-    return name.removesuffix(absmax_of(""))
-
-
-def _as_low(weight: Tensor, tensor: Tensor) -> Tensor:
-    """The memory of a 16-bit tensor as int16."""
-    return dtensor.spread_like(weight, dtensor.local(tensor).view(torch.int16))
 
 
 def _is_like(value: Any, number: Tensor) -> TypeGuard[Tensor]:

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -69,19 +68,6 @@ class Owner(Optimizer):
 
         @property
         def _passed(self) -> dict[int, list[Any]]: ...
-        @classmethod
-        def _state_names(cls, group: dict[str, Any], weight: Tensor) -> tuple[str, ...]: ...
-
-        @classmethod
-        def _state_shapes(
-            cls, group: dict[str, Any], weight: Tensor
-        ) -> dict[str, torch.Size] | None: ...
-
-        @classmethod
-        def _state_placements(
-            cls, group: dict[str, Any], weight: Tensor
-        ) -> dict[str, Any] | None: ...
-
         def _new_store(self, by_weight: dict[Tensor, dict[str, Any]]) -> StateStore: ...
 
         def _check(self, options: dict[str, Any]) -> None: ...

@@ -476,7 +476,7 @@ def _check_given(
         if state.get("step") is not None:
             check_count_of_steps(name, state["step"])
         if "exp_avg" in state:
-            shape = (optimizer._state_shapes(own, weight) or {}).get("exp_avg", weight.shape)
+            shape = optimizer._store.slot_of(own, weight, "exp_avg").shape
             absmax = state.get(absmax_of("exp_avg"))
             check_tensor(f"exp_avg of {name}", state["exp_avg"], weight, absmax, shape)
 

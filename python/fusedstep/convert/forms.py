@@ -22,9 +22,9 @@ from fusedstep._api.saved import OWN
 from fusedstep._factored.formula import first_eps
 from fusedstep._factored.options import RENAMED, is_torchs, option_of
 from fusedstep._matrix.projection import LEFT, RIGHT
-from fusedstep._native import ops
 from fusedstep._sharding.dtensor import is_dtensor
-from fusedstep._state.codes import BLOCKS, absmax_of, decode, is_codes, kind_of, of_shape
+from fusedstep._state.codes import BLOCKS, absmax_of, is_codes
+from fusedstep._state.slots import Slot
 from fusedstep.convert.codes import names_of_bitsandbytes, values_of
 
 #: The options of a projection, as galore_torch and apollo_torch read them.
@@ -56,26 +56,17 @@ class _Weight(NamedTuple):
         """The number of steps; 1 where the class here does not count, nor theirs reads, them."""
         return int(self.state.get("step", 1))
 
-    def is_signed(self, name: str) -> bool:
-        return name in ops.signed_states[type(self.optimizer)._rule]
+    def slot(self, name: str) -> Slot:
+        return self.optimizer._store.slot_of(self.group, self.weight, name)
 
     def numbers(self, name: str) -> Tensor:
         """A state of numbers, by rows and columns; float32 ones of codes."""
         value: Tensor = self.state[name]
-        if is_codes(value):
-            like = of_shape(self.weight, self.shape(name))
-            value = decode(value, self.state[absmax_of(name)], like, self.is_signed(name))
-        return value.contiguous()
-
-    def shape(self, name: str) -> torch.Size:
-        """The shape of a state, which a projection makes another one than the weight's."""
-        shapes = self.optimizer._state_shapes(self.group, self.weight) or {}
-        return shapes.get(name, self.weight.shape)
+        return (self.slot(name).decode(self.state) if is_codes(value) else value).contiguous()
 
     def kind(self, name: str) -> str | None:
         """The kind of codes that a state is in, if it is."""
-        value = self.state[name]
-        return kind_of(value, of_shape(self.weight, self.shape(name))) if is_codes(value) else None
+        return self.slot(name).kind_in(self.state)
 
 
 class _Form(NamedTuple):
@@ -220,7 +211,7 @@ def _state_of_bitsandbytes(of: _Weight) -> dict[str, Any]:
             codes, absmax = of.state[name], of.state[absmax_of(name)]
             new[f"state{number}"] = codes.contiguous()
             new[f"absmax{number}"] = absmax.flatten()
-            new[f"qmap{number}"] = _map("int8", of.is_signed(name)).to(codes.device)
+            new[f"qmap{number}"] = _map("int8", of.slot(name).is_signed).to(codes.device)
         else:  # its kernels read float32
             new[f"state{number}"] = of.numbers(name).float()
     return new
@@ -241,7 +232,7 @@ def _of_torchao(of: _Weight, name: str) -> Tensor:
     kind, value = of.kind(name), of.state[name]
     if kind not in ("int8", "int4") or of.weight.numel() % BLOCKS[kind]:
         return of.numbers(name)
-    signed, absmax = of.is_signed(name), of.state[absmax_of(name)].flatten()
+    signed, absmax = of.slot(name).is_signed, of.state[absmax_of(name)].flatten()
     qmap = _map(kind, signed).to(value.device)
     of_8_bits, of_4_bits = (_class(*each) for each in _PICKLED["torchao"])
     if kind == "int8":

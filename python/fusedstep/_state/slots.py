@@ -1,0 +1,237 @@
+"""Slots: the tensors of a weight's state, each with all that its group asks of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from itertools import cycle, groupby
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedstep._options.shared import own_option
+from fusedstep._sharding import dtensor
+from fusedstep._state import codes as _codes
+from fusedstep._state.codes import absmax_of, is_codes
+from fusedstep._state.forked import in_pieces
+from fusedstep._state.kinds import Group, State, States, shapes_of
+from fusedstep._state.storage import BESIDE, LOW, MASTER, has_master, way_of
+
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+#: A tensor for a state, or for the absmax of its codes: its slot, its name and itself.
+New = tuple["Slot", str, Tensor]
+
+#: The kind of a state's codes, and whether its numbers are wide.
+_Form = tuple[str | None, bool]
+
+
+class Slot(NamedTuple):
+    """A tensor of a weight's state. In codes it has a companion, their absmax."""
+
+    name: str
+    weight: Tensor
+    is_wide: bool = False
+    """Whether numbers are float32 beside a weight of 16 bits."""
+    record: State | None = None
+    """None for a state that is of the weight's value."""
+    own_shape: torch.Size | None = None
+    """None for a state that is laid out as the weight."""
+    placements: tuple[Any, ...] | None = None
+    """Those of a state with its own shape beside a DTensor; None for a tensor of torch."""
+    codes: str | None = None
+    """The kind of codes that options ask for."""
+    is_signed: bool = True
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.weight.shape if self.own_shape is None else self.own_shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of numbers."""
+        return torch.float32 if self.is_wide and self.weight.itemsize == 2 else self.weight.dtype
+
+    @property
+    def like(self) -> Tensor:
+        """The weight, or a tensor without memory of the state's own shape."""
+        return _codes.of_shape(self.weight, self.own_shape)
+
+    @property
+    def takes_codes(self) -> bool:
+        return self.record is not None and self.record.takes_codes
+
+    def names_in(self, state: dict[str, Any]) -> tuple[str, ...]:
+        """The names of what a state has in the slot: with codes there is their absmax."""
+        return (self.name, absmax_of(self.name)) if is_codes(state[self.name]) else (self.name,)
+
+    def kind_in(self, state: dict[str, Any]) -> str | None:
+        """The kind of codes that a state has in the slot, or is to have if the slot is empty."""
+        if self.name not in state:
+            return self.codes
+        return _codes.kind_of(state[self.name], self.like) if is_codes(state[self.name]) else None
+
+    def fits(self, state: dict[str, Any]) -> bool:
+        """Returns whether what a state has in the slot is of the slot's shape."""
+        value = state[self.name]
+        if is_codes(value):
+            return _codes.are_codes_of(value, state.get(absmax_of(self.name)), self.like)
+        return value.shape == self.shape
+
+    def decode(self, state: dict[str, Any]) -> Tensor:
+        """The numbers of a state's codes."""
+        absmax = state[absmax_of(self.name)]
+        return _codes.decode(state[self.name], absmax, self.like, self.is_signed)
+
+    def encode(self, state: dict[str, Any], numbers: Tensor, step: int) -> None:
+        """Puts numbers into the codes of a state. ``step``: as for ``codes.encode``."""
+        like, kind = self.like, _codes.kind_of(state[self.name], self.like)
+        kept = _codes.parts(state[self.name], state[absmax_of(self.name)], like)
+        for part, new in zip(kept, _codes.encode(numbers, kind, self.is_signed, step), strict=True):
+            part.copy_(new)
+
+    def fill(self, state: dict[str, Any], value: complex) -> None:
+        """Sets all elements of what a state has in the slot, in place."""
+        tensors, elements = [state[name] for name in self.names_in(state)], [value]
+        if is_codes(state[self.name]):
+            two = torch.full([2], value, dtype=torch.float32, device="cpu")
+            codes, absmax = map(dtensor.local, tensors)
+            found = _codes.encode(two, _codes.kind_of(tensors[0], self.like), self.is_signed)
+            tensors = [codes.view(torch.uint8), absmax]
+            elements = [found[0].view(torch.uint8)[0].item(), found[1][0].item()]
+        for tensor, element in zip(tensors, elements, strict=True):
+            in_pieces(functools.partial(_fill, element), tensor)
+
+
+def _fill(value: complex, part: Tensor) -> Tensor:
+    return part.fill_(value)
+
+
+class Slots:
+    """The slots of weights of a group. What follows from the shape of a weight is found once.
+
+    ``signed``: the names of the states that may be negative.
+    """
+
+    def __init__(self, states: States, signed: frozenset[str], group: Group) -> None:
+        self._states, self._signed, self._group = states, signed, group
+        self._shapes: dict[torch.Size, dict[str, torch.Size | None]] = {}
+        self._may_be_coded = isinstance(own_option(group, "state_dtype"), str)
+
+    def shapes(self, weight: Tensor) -> dict[str, torch.Size | None]:
+        """The shapes of a weight's tensors by their names; None for the weight's, if all have it.
+
+        The names are in the order of a plan.
+        """
+        shape = weight.shape
+        if shape not in self._shapes:
+            found = shapes_of(self._states, self._group, shape)
+            if any(own is not None for own in found.values()):
+                found = {name: shape if own is None else own for name, own in found.items()}
+            self._shapes[shape] = found
+        return self._shapes[shape]
+
+    def names(self, weight: Tensor) -> tuple[str, ...]:
+        """The names of a weight's tensors, with what the weight keeps beside it."""
+        way = way_of(self._group, weight)
+        return (*self.shapes(weight), BESIDE[way]) if way in BESIDE else (*self.shapes(weight),)
+
+    def of(self, weight: Tensor, state: dict[str, Any]) -> list[Slot]:
+        """The slots of a weight, in the same order; the dtype of numbers in its state stays."""
+        is_wide, signed, slots = self.has_wide(weight, state), self._signed, []
+        for name, shape in self.shapes(weight).items():
+            record, placements, kind = self._states[name], None, None
+            is_spread = shape is not None and dtensor.is_dtensor(weight)
+            if is_spread and record.placements:
+                placements = record.placements(self._group, weight)
+            if self._may_be_coded and record.takes_codes and not is_spread:
+                kind = _codes.asked_kind(self._group, _codes.of_shape(weight, shape))
+            own = shape, placements, kind, name in signed
+            slots.append(Slot(name, weight, is_wide, record, *own))
+        way = way_of(self._group, weight)
+        if way in BESIDE:
+            slots.append(Slot(BESIDE[way], weight, BESIDE[way] == MASTER))
+        return slots
+
+    def named(self, weight: Tensor, state: dict[str, Any], name: str) -> Slot:
+        """The slot of a name, also if the options of the group no longer ask for the state."""
+        slots = (slot for slot in self.of(weight, state) if slot.name == name)
+        return next(slots, Slot(name, weight, is_signed=name in self._signed))
+
+    def has_wide(self, weight: Tensor, state: dict[str, Any]) -> bool:
+        """Returns whether a 16-bit weight's states are float32: by its own, else by options."""
+        if weight.dtype not in SIXTEEN_BITS or has_master(self._group, weight):
+            return weight.dtype in SIXTEEN_BITS
+        shapes = self.shapes(weight)
+        if any(shape is not None for shape in shapes.values()):
+            return True
+        dtypes = [state[name].dtype for name in shapes if name in state]
+        if dtypes:
+            return dtypes[0] in (torch.float32, *_codes.CODES)
+        return own_option(self._group, "state_dtype") is not None
+
+
+def zeros(weights: Sequence[tuple[list[Slot], dict[str, Any]]], native: bool) -> Iterable[New]:
+    """Makes a zeroed tensor for each slot of weights, and for the absmax of codes.
+
+    ``weights``: the slots of each, and its state. Slots that are alike in several weights are made
+    together.
+    """
+    alike: dict[tuple[Any, ...], list[list[Slot]]] = {}
+    for slots, state in weights:
+        kinds = [slot.kind_in(state) if slot.record else None for slot in slots]
+        rest: list[tuple[str, _Form]] = []
+        for slot, kind in zip(slots, kinds, strict=True):
+            if slot.own_shape is None:
+                rest.append((slot.name, (kind, slot.is_wide)))
+            elif kind is not None:
+                yield from _zero_codes([[slot]], kind, False)
+            else:
+                yield slot, slot.name, _own_zeros(slot)
+        alike.setdefault(tuple(rest), []).append([s for s in slots if s.own_shape is None])
+    for named, found in alike.items():
+        columns = zip([form for _, form in named], zip(*found, strict=True), strict=True)
+        for (kind, is_wide), some in groupby(columns, itemgetter(0)):
+            made = [list(column) for _, column in some]
+            if kind is not None:
+                yield from _zero_codes(made, kind, native)
+            else:
+                yield from _zero_numbers(made, is_wide, native)
+
+
+def _own_zeros(slot: Slot) -> Tensor:
+    weight, shape, spread = slot.weight, slot.shape, slot.placements
+    part = dtensor.part_shape(weight, shape, spread) if spread else shape
+    tensor = torch.zeros(part, dtype=slot.dtype, device=weight.device)
+    return dtensor.spread_as(weight, tensor, shape, spread) if spread else tensor
+
+
+def _zero_numbers(columns: list[list[Slot]], is_wide: bool, native: bool) -> Iterable[New]:
+    """``columns``: the slots of one name, of each weight."""
+    weights = [slot.weight for slot in columns[0]]
+    if native:
+        shards = list(map(dtensor.local, weights))
+        tensors = torch.ops.fusedstep.new_states(shards, len(columns), is_wide)
+        tensors = map(dtensor.spread_like, cycle(weights), tensors)
+    else:
+        dtype = torch.float32 if is_wide else None
+        tensors = [torch.zeros_like(p, dtype=dtype) for _ in columns for p in weights]
+    slots = [slot for column in columns for slot in column]
+    for slot, tensor in zip(slots, tensors, strict=True):
+        if slot.name == LOW:  # the memory of a 16-bit tensor
+            low = dtensor.local(tensor).view(torch.int16)
+            tensor = dtensor.spread_like(slot.weight, low)
+        yield slot, slot.name, tensor
+
+
+def _zero_codes(columns: list[list[Slot]], kind: str, native: bool) -> Iterable[New]:
+    likes = [dtensor.local(slot.like) for slot in columns[0]]
+    new = torch.ops.fusedstep.new_codes if native else _codes.new_codes
+    made = new(likes, kind, [column[0].is_signed for column in columns])
+    slots = [slot for column in columns for slot in column]
+    for slot, tensor in zip(slots, made, strict=False):
+        yield slot, slot.name, _codes.spread_codes(slot.like, tensor, kind)
+    for slot, tensor in zip(slots, made[len(slots) :], strict=True):
+        yield slot, absmax_of(slot.name), _codes.spread_absmax(slot.like, tensor, kind)
