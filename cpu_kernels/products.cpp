@@ -102,6 +102,7 @@ const ProductKernels kProducts = {FUSEDSTEP_STRING(FUSEDSTEP_ISA),
                                   end_products,
                                   pack,
                                   multiply,
+                                  pack_wide,
                                   multiply_wide};
 
 }  // namespace fusedstep::cpu::FUSEDSTEP_ISA

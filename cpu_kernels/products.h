@@ -25,8 +25,8 @@ inline constexpr int64_t kTileNumbers = kTileSide * kBlockSide, kBlockNumbers = 
 // The most blocks along a side of a square.
 inline constexpr int64_t kMostSquareBlocks = 4;
 
-// The most blocks along a side of a part of a wide product, and in one that is deeper than kWideDepth blocks:
-// what is packed of the operands, and the sums, stay in the second-level cache.
+// The most blocks along the longer side of a part of a wide product, and in one that is deeper than
+// kWideDepth blocks: what a part packs, and its sums, stay in the second-level cache.
 inline constexpr int64_t kMostWideBlocks = 12, kMostWideSums = 48, kWideDepth = 4;
 
 // Matrices by rows without a gap, [matrices][rows][columns]. Null if there are none.
@@ -66,13 +66,42 @@ struct Product {
   bool plain_is_transposed = false;
 };
 
-// A product of float32 matrices, whose numbers are taken as one or two of bfloat16: the nearest, and the
-// nearest of what that leaves. Of the four products of two parts, the product of the smaller parts is left
-// out. The result's sides, and the depth, are given in blocks. An infinite number may make NaN.
+// A float32 operand of a product: a matrix that lies in memory by rows, or its transpose.
+struct WideMatrix {
+  const float* data = nullptr;
+  int64_t stride = 0, rows = 0, columns = 0;
+  bool is_transposed = false;
+};
+
+// Packs the parts in bfloat16 of an operand whose matrix in memory has so many blocks by so many: the nearest
+// numbers, and behind these, if there are two parts, the nearest of what they leave.
+struct WidePacking {
+  int64_t rows = 0, columns = 0;
+  WideMatrix from;
+  bool is_left = false;  // of a product, or right
+  int parts = 1;
+  BFloat16Bits* to = nullptr;
+};
+
+// A product of float32 matrices by their parts in bfloat16. Of the four products of two parts, the product of
+// the smaller parts is left out. The result's sides, and the depth, are given in blocks. An infinite number
+// may make NaN.
 struct WideProduct {
   int64_t rows = 0, columns = 0, depth = 0;
   LowRankProduct of{};
   int parts = 1;
+  // The operand along the shorter side of the result, packed. The other is packed as products are taken.
+  const BFloat16Bits* packed = nullptr;
+
+  bool left_is_packed() const { return rows < columns; }
+  WideMatrix left() const {
+    return of.form == ProductForm::kColumnsColumns ? WideMatrix{of.a, of.a_stride, of.depth, of.rows, true}
+                                                   : WideMatrix{of.a, of.a_stride, of.rows, of.depth, false};
+  }
+  WideMatrix right() const {
+    return of.form == ProductForm::kRowsRows ? WideMatrix{of.b, of.b_stride, of.columns, of.depth, true}
+                                             : WideMatrix{of.b, of.b_stride, of.depth, of.columns, false};
+  }
 };
 
 // A part of a matrix of a batch, which one thread computes: `rows` by `columns` blocks from block (i, j) on.
@@ -90,6 +119,7 @@ struct ProductKernels {
   void (*end)();
   void (*pack)(const Packing&, const Square&);
   void (*multiply)(const Product&, const Square&);
+  void (*pack_wide)(const WidePacking&, const Square&);
   void (*multiply_wide)(const WideProduct&, const Square&);
 };
 

@@ -16,15 +16,18 @@ constexpr int64_t kPacked = 1024, kMultiplied = 128;
 // more threads: a stage has large ones where each thread gets so many.
 constexpr int64_t kLarge = cpu::kMostSquareBlocks, kSmall = 2, kLargeForEach = 8;
 
-// The blocks along the sides of a part of a task, where a square's side has so many. Parts of a wide product
-// are larger, and as long as its sums allow.
+// The blocks along the sides of a part of a task, where a square's side has so many. A part of a wide product
+// covers the shorter side of the result as far as possible, since it packs the operand of the longer side.
 std::pair<int64_t, int64_t> part_sides(const ProductChain::Task& task, int64_t side) {
   const auto* wide = std::get_if<cpu::WideProduct>(&task);
   if (wide == nullptr) return {side, side};
-  constexpr int64_t kMost = cpu::kMostWideBlocks, kShort = cpu::kMostWideSums / kMost;
-  if (side < kLarge) return {kShort, kShort};
-  if (wide->depth <= cpu::kWideDepth) return {kMost, kMost};
-  return wide->columns <= wide->rows ? std::pair(kMost, kShort) : std::pair(kShort, kMost);
+  if (side < kLarge) return {kLarge, kLarge};
+  constexpr int64_t kMostSummed = 16, kMostFinished = 32;  // the latter one sum after another
+  const bool is_deep = wide->depth > cpu::kWideDepth;
+  const int64_t shorter = std::min({wide->rows, wide->columns, is_deep ? kMostSummed : kMostFinished});
+  const int64_t longer =
+      is_deep ? std::min(cpu::kMostWideBlocks, cpu::kMostWideSums / shorter) : cpu::kMostWideBlocks / 2;
+  return wide->left_is_packed() ? std::pair(shorter, longer) : std::pair(longer, shorter);
 }
 
 // The parts of a task, in an order in which neighbours have operands in common: down the columns of a whole
@@ -54,7 +57,7 @@ int64_t cost_of(const ProductChain::Task& task, const cpu::Square& square) {
   if (const auto* wide = std::get_if<cpu::WideProduct>(&task)) {
     const int64_t products = wide->parts == 1 ? 1 : 3;
     return blocks * (kPacked + products * kMultiplied * wide->depth) +
-           (square.rows + square.columns) * wide->depth * kPacked;
+           (wide->left_is_packed() ? square.columns : square.rows) * wide->depth * kPacked;
   }
   const auto* product = std::get_if<cpu::Product>(&task);
   if (product == nullptr) return blocks * kPacked;
@@ -88,6 +91,7 @@ struct Work {
     cpu::Square square = part.squares[(item - part.first) % squares];
     square.matrix = (item - part.first) / squares;
     if (const auto* product = std::get_if<cpu::Product>(part.task)) kernels.multiply(*product, square);
+    if (const auto* packing = std::get_if<cpu::WidePacking>(part.task)) kernels.pack_wide(*packing, square);
     if (const auto* wide = std::get_if<cpu::WideProduct>(part.task)) kernels.multiply_wide(*wide, square);
     if (const auto* packing = std::get_if<cpu::Packing>(part.task)) kernels.pack(*packing, square);
   }

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <map>
 #include <random>
 #include <string>
 #include <vector>
@@ -16,6 +17,7 @@
 #include "fusedstep/isa.h"
 #include "src/run/dispatch.h"
 #include "src/run/product_chain.h"
+#include "src/steps/low_rank_products.h"
 #include "src/steps/newton_schulz.h"
 #include "src/steps/packed_chain.h"
 
@@ -223,8 +225,10 @@ struct WideRows {
 
 TEST_P(ProductsTest, OfFloat32AreThoseOfFloat64WithinTheRoundingsOfTheirParts) {
   std::vector<std::array<int64_t, 4>> shapes = kShapes;
-  // Parts enough for large ones where one thread takes them: deep, and not.
-  shapes.insert(shapes.end(), {{1, 3100, 40, 40}, {1, 800, 1200, 3}, {1, 3100, 33, 140}, {1, 33, 3100, 140}});
+  // Parts enough for large ones where one thread takes them: deep, and not; and a shorter side of two parts.
+  shapes.insert(
+      shapes.end(),
+      {{1, 3100, 40, 40}, {1, 800, 1700, 3}, {1, 3100, 33, 140}, {1, 33, 3100, 140}, {1, 514, 514, 129}});
   for (const auto& [unused, rows, columns, depth] : shapes) {
     for (const ProductForm form :
          {ProductForm::kRowsRows, ProductForm::kRowsColumns, ProductForm::kColumnsColumns}) {
@@ -236,25 +240,21 @@ TEST_P(ProductsTest, OfFloat32AreThoseOfFloat64WithinTheRoundingsOfTheirParts) {
           const WideRows before(rows, columns, 3);
           WideRows c = before, again = before;
           if (beta == 0) std::ranges::fill(c.at, std::numeric_limits<float>::quiet_NaN());
-          cpu::WideProduct product{blocks_of(rows), blocks_of(columns), blocks_of(depth), {}, parts};
-          product.of = {a.data(),
-                        b.data(),
-                        c.data(),
-                        a.stride,
-                        b.stride,
-                        c.stride,
-                        static_cast<int>(rows),
-                        static_cast<int>(columns),
-                        static_cast<int>(depth),
-                        -0.75f,
-                        beta,
-                        form};
-          ProductChain chain, alone;
-          chain.add(0, 1, product);
-          chain.run(*GetParam(), kThreads);
-          product.of.c = again.data();
-          alone.add(0, 1, product);
-          alone.run(*GetParam(), 1);
+          LowRankProduct product{a.data(),
+                                 b.data(),
+                                 c.data(),
+                                 a.stride,
+                                 b.stride,
+                                 c.stride,
+                                 static_cast<int>(rows),
+                                 static_cast<int>(columns),
+                                 static_cast<int>(depth),
+                                 -0.75f,
+                                 beta,
+                                 form};
+          run_low_rank_products(*GetParam(), {&product, 1}, parts, kThreads);
+          product.c = again.data();
+          run_low_rank_products(*GetParam(), {&product, 1}, parts, 1);
           const double unit = std::ldexp(1, -24),
                        of_part = parts == 1 ? std::ldexp(1.01, -7) : std::ldexp(3, -16);
           for (int64_t i = 0; i < rows; ++i) {
@@ -276,6 +276,56 @@ TEST_P(ProductsTest, OfFloat32AreThoseOfFloat64WithinTheRoundingsOfTheirParts) {
         }
       }
     }
+  }
+}
+
+// Kernels that compute nothing, and count the blocks that are packed of the operand at each address. What is
+// packed begins with the number of its operand until it is overwritten.
+class Packed {
+ public:
+  static cpu::ProductKernels kernels() {
+    blocks_.clear();
+    cpu::ProductKernels counting = cpu::base::kProducts;
+    counting.pack_wide = [](const cpu::WidePacking& packing, const cpu::Square& square) {
+      blocks_[packing.from.data] += square.rows * square.columns;
+      if (square.i == 0 && square.j == 0) packing.to[0] = number_of(packing.from.data);
+    };
+    counting.multiply_wide = [](const cpu::WideProduct& product, const cpu::Square& square) {
+      const bool is_left = product.left_is_packed();
+      EXPECT_EQ(product.packed[0], number_of(is_left ? product.of.a : product.of.b));
+      blocks_[is_left ? product.of.b : product.of.a] +=
+          (is_left ? square.columns : square.rows) * product.depth;
+    };
+    return counting;
+  }
+  static int64_t blocks(const float* operand) { return blocks_[operand]; }
+
+ private:
+  static BFloat16Bits number_of(const float* operand) {
+    return static_cast<BFloat16Bits>(reinterpret_cast<uintptr_t>(operand) / sizeof(float));
+  }
+  static inline std::map<const float*, int64_t> blocks_;
+};
+
+TEST(LowRankProductsTest, PackEachOperandOnce) {
+  // Projections and ways back of matrices from either side, so many that there are groups of them.
+  const std::vector<std::array<int, 3>> shapes = {{2304, 128, 768}, {128, 3072, 768}, {2304, 768, 128},
+                                                  {768, 3072, 128}, {512, 4096, 800}, {4096, 512, 800},
+                                                  {768, 768, 128},  {768, 128, 768}};
+  constexpr int kCopies = 12;
+  std::vector<float> addresses(2 * kCopies * shapes.size());
+  std::vector<LowRankProduct> products;
+  for (int copy = 0; copy < kCopies; ++copy) {
+    for (const auto& [rows, columns, depth] : shapes) {
+      const float* const a = &addresses[2 * products.size()];
+      products.push_back({a, a + 1, nullptr, depth, columns, columns, rows, columns, depth, 1, 0,
+                          ProductForm::kRowsColumns});
+    }
+  }
+  run_low_rank_products(Packed::kernels(), products, 2, 1);
+  for (const LowRankProduct& product : products) {
+    EXPECT_EQ(Packed::blocks(product.a), blocks_of(product.rows) * blocks_of(product.depth));
+    EXPECT_EQ(Packed::blocks(product.b), blocks_of(product.depth) * blocks_of(product.columns));
   }
 }
 
