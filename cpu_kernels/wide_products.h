@@ -101,10 +101,12 @@ inline void multiply_wide(const WideProduct& product, const Square& square) {
     for (int64_t r = 0; r < square.rows; ++r) {
       for (int64_t c = 0; c < square.columns; ++c) {
         float* const sum = sums[is_deep ? r * square.columns + c : 0];
-        add_products(left.of(0, r), right.of(0, c), some, k == 0, sum);
-        if (product.parts == 2) {
-          add_products(left.of(0, r), right.of(1, c), some, false, sum);
-          add_products(left.of(1, r), right.of(0, c), some, false, sum);
+        const Factors large{left.of(0, r), right.of(0, c)};
+        if (product.parts == 1) {
+          add_products({large}, some, k == 0, sum);
+        } else {
+          const Panel small_left = left.of(1, r), small_right = right.of(1, c);
+          add_products({large, {large.left, small_right}, {small_left, large.right}}, some, k == 0, sum);
         }
         if (k + some == product.depth) finish_wide(product.of, sum, square.i + r, square.j + c);
       }
