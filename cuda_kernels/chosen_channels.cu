@@ -14,25 +14,27 @@ static_assert(kColumnsTogether == kSide * kWarp && kThreads == kSquaresRows * kW
 constexpr int kAccesses = 4;
 
 // Adds a gradient to elements that lie side by side.
-template <class Stored>
+template <class Stored, bool kInSides>
 struct Sum {
   using T = ComputeOf<Stored>;
-  T stored[kSide], grad[kSide];
+  Stored stored[kSide], grad[kSide];
 
-  __device__ __forceinline__ void load(const Stored* from, const Stored* grads, int64_t column, int64_t end,
-                                       bool in_sides) {
-    load_side(from, column, end, 1, in_sides, stored);
-    load_side<kOnce>(grads, column, end, 1, in_sides, grad);
+  __device__ __forceinline__ void load(const Stored* from, const Stored* grads, int64_t column, int64_t end) {
+    load_stored<kInSides>(from, column, end, stored);
+    load_stored<kInSides, kOnce>(grads, column, end, grad);
   }
-  __device__ __forceinline__ void finish(Stored* to, int64_t column, int64_t end, bool in_sides,
-                                         bool maximizes) {
+  // Finds the sizes of the sums, 0 behind the end.
+  __device__ __forceinline__ void finish(Stored* to, int64_t column, int64_t end, bool maximizes,
+                                         double (&sizes)[kSide]) {
+    T sums[kSide];
 #pragma unroll
     for (int j = 0; j < kSide; ++j) {
-      stored[j] = rounded<Stored>(maximizes ? stored[j] - grad[j] : stored[j] + grad[j]);
+      const T a = Codec<Stored>::decode(stored[j]), b = Codec<Stored>::decode(grad[j]);
+      sums[j] = rounded<Stored>(maximizes ? a - b : a + b);
+      sizes[j] = rules::absolute(double{sums[j]});
     }
-    store_side(to, column, end, 1, in_sides, stored);
+    store_sides<kInSides>(to, column, end, sums);
   }
-  __device__ __forceinline__ double size(int j) const { return rules::absolute(double{stored[j]}); }
 };
 
 template <class Stored>
@@ -53,7 +55,7 @@ __device__ __forceinline__ void write_norm(const ChosenLaunch& launch, const Cho
 }
 
 // A warp has a segment of a row.
-template <class Stored>
+template <bool kInSides, class Stored>
 __device__ __forceinline__ void sum_rows(const ChosenLaunch& launch, const ChosenTensor& tensor,
                                          uint32_t block, bool maximizes) {
   constexpr int64_t kStep = kWarp * kSide;
@@ -65,21 +67,21 @@ __device__ __forceinline__ void sum_rows(const ChosenLaunch& launch, const Chose
       segment * kRowSegment + kRowSegment < tensor.columns ? (segment + 1) * kRowSegment : tensor.columns;
   auto* const stored = static_cast<Stored*>(tensor.stored) + row * tensor.columns;
   const auto* const grad = static_cast<const Stored*>(tensor.grad) + row * tensor.columns;
-  const bool in_sides = has_sides<Stored>(tensor);
   const int lane = static_cast<int>(threadIdx.x % kWarp);
   double norm = 0;
   for (int64_t at = segment * kRowSegment + lane * kSide; at < end; at += kAccesses * kStep) {
-    Sum<Stored> sums[kAccesses];
+    Sum<Stored, kInSides> sums[kAccesses];
 #pragma unroll
     for (int k = 0; k < kAccesses; ++k) {
-      if (at + k * kStep < end) sums[k].load(stored, grad, at + k * kStep, end, in_sides);
+      if (at + k * kStep < end) sums[k].load(stored, grad, at + k * kStep, end);
     }
 #pragma unroll
     for (int k = 0; k < kAccesses; ++k) {
       if (at + k * kStep >= end) break;
-      sums[k].finish(stored, at + k * kStep, end, in_sides, maximizes);
+      double sizes[kSide];
+      sums[k].finish(stored, at + k * kStep, end, maximizes, sizes);
 #pragma unroll
-      for (int j = 0; j < kSide; ++j) norm += sums[k].size(j);  // zeros behind the end
+      for (const double size : sizes) norm += size;
     }
   }
 #pragma unroll
@@ -89,7 +91,7 @@ __device__ __forceinline__ void sum_rows(const ChosenLaunch& launch, const Chose
 }
 
 // A thread has some columns, in one of kSquaresRows rows.
-template <class Stored>
+template <bool kInSides, class Stored>
 __device__ __forceinline__ void sum_columns(const ChosenLaunch& launch, const ChosenTensor& tensor,
                                             uint32_t block, bool maximizes) {
   __shared__ double norms[kSquaresRows][kColumnsTogether];
@@ -104,24 +106,23 @@ __device__ __forceinline__ void sum_columns(const ChosenLaunch& launch, const Ch
   const int64_t begins = matrix * tensor.rows * tensor.columns;
   auto* const stored = static_cast<Stored*>(tensor.stored) + begins;
   const auto* const grad = static_cast<const Stored*>(tensor.grad) + begins;
-  const bool in_sides = has_sides<Stored>(tensor);
   double own[kSide] = {};
   for (int64_t row = segment * kColumnSegment + part; row < end; row += kAccesses * kSquaresRows) {
     if (column >= tensor.columns) break;
-    Sum<Stored> sums[kAccesses];
+    Sum<Stored, kInSides> sums[kAccesses];
 #pragma unroll
     for (int k = 0; k < kAccesses; ++k) {
       const int64_t at = (row + k * kSquaresRows) * tensor.columns;
-      if (row + k * kSquaresRows < end)
-        sums[k].load(stored + at, grad + at, column, tensor.columns, in_sides);
+      if (row + k * kSquaresRows < end) sums[k].load(stored + at, grad + at, column, tensor.columns);
     }
 #pragma unroll
     for (int k = 0; k < kAccesses; ++k) {
       if (row + k * kSquaresRows >= end) break;
       const int64_t at = (row + k * kSquaresRows) * tensor.columns;
-      sums[k].finish(stored + at, column, tensor.columns, in_sides, maximizes);
+      double sizes[kSide];
+      sums[k].finish(stored + at, column, tensor.columns, maximizes, sizes);
 #pragma unroll
-      for (int j = 0; j < kSide; ++j) own[j] += sums[k].size(j);
+      for (int j = 0; j < kSide; ++j) own[j] += sizes[j];
     }
   }
 #pragma unroll
@@ -135,16 +136,30 @@ __device__ __forceinline__ void sum_columns(const ChosenLaunch& launch, const Ch
   write_norm(launch, tensor, segment, matrix * tensor.columns + mine, norm);
 }
 
+template <bool kInSides, class Stored>
+__device__ __forceinline__ void sum_channels(const ChosenLaunch& launch, const ChosenTensor& tensor,
+                                             uint32_t block, bool maximizes) {
+  if (has_rows(tensor)) {
+    sum_rows<kInSides, Stored>(launch, tensor, block, maximizes);
+  } else {
+    sum_columns<kInSides, Stored>(launch, tensor, block, maximizes);
+  }
+}
+
+// Blocks of it that share a multiprocessor at least: more loads are under way then.
 template <class Stored>
-__global__ void __launch_bounds__(kThreads)
+constexpr int kBlocksOfSum = sizeof(ComputeOf<Stored>) == sizeof(float) ? 3 : 2;
+
+template <class Stored>
+__global__ void __launch_bounds__(kThreads, kBlocksOfSum<Stored>)
     sum_kernel(const __grid_constant__ ChosenLaunch launch, const __grid_constant__ bool maximizes) {
   const int index = tensor_of(launch, blockIdx.x);
   const ChosenTensor& tensor = launch.tensors[index];
   const uint32_t block = blockIdx.x - launch.first_block[index];
-  if (has_rows(tensor)) {
-    sum_rows<Stored>(launch, tensor, block, maximizes);
+  if (has_sides<Stored>(tensor)) {
+    sum_channels<true, Stored>(launch, tensor, block, maximizes);
   } else {
-    sum_columns<Stored>(launch, tensor, block, maximizes);
+    sum_channels<false, Stored>(launch, tensor, block, maximizes);
   }
 }
 
@@ -258,7 +273,7 @@ __device__ __forceinline__ ChosenTile chosen_tile(uint32_t block, int64_t height
           static_cast<int64_t>(block % across) * kColumnsTogether};
 }
 
-template <class Stored, class Product>
+template <bool kInSides, class Stored, class Product>
 __device__ __forceinline__ void take_rows(const ChosenLaunch& launch, const ChosenTensor& tensor,
                                           uint32_t block, ComputeOf<Stored> momentum) {
   using T = ComputeOf<Stored>;
@@ -268,25 +283,26 @@ __device__ __forceinline__ void take_rows(const ChosenLaunch& launch, const Chos
   const int32_t* const places = launch.memory.places + tensor.first_chosen + tile.matrix * tensor.chosen;
   auto* const stored = static_cast<Stored*>(tensor.stored) + tile.matrix * tensor.rows * columns;
   auto* const update = static_cast<Product*>(tensor.product) + tile.matrix * tensor.chosen * columns;
-  const bool in_sides = is_in_sides<Stored>(tensor.stored, columns, 1);
-  const bool update_in_sides = is_in_sides<Product>(tensor.product, columns, 1);
-  T x[kRows][kSide];
+  Stored found[kRows][kSide];
   int64_t from[kRows];
 #pragma unroll
   for (int k = 0; k < kRows; ++k) {
     const int64_t row = tile.row + k * kSquaresRows;
     if (row >= tensor.chosen) break;
     from[k] = places[row] * columns;
-    load_side(stored + from[k], column, columns, 1, in_sides, x[k]);
+    load_stored<kInSides>(stored + from[k], column, columns, found[k]);
   }
 #pragma unroll
   for (int k = 0; k < kRows; ++k) {
     const int64_t row = tile.row + k * kSquaresRows;
     if (row >= tensor.chosen) break;
-    store_side(update + row * columns, column, columns, 1, update_in_sides, x[k]);
+    T x[kSide];
 #pragma unroll
-    for (T& each : x[k]) each *= momentum;
-    store_side(stored + from[k], column, columns, 1, in_sides, x[k]);
+    for (int j = 0; j < kSide; ++j) x[j] = Codec<Stored>::decode(found[k][j]);
+    store_sides<kInSides>(update + row * columns, column, columns, x);
+#pragma unroll
+    for (T& each : x) each *= momentum;
+    store_sides<kInSides>(stored + from[k], column, columns, x);
   }
 }
 
@@ -305,14 +321,14 @@ __device__ __forceinline__ void take_columns(const ChosenLaunch& launch, const C
   for (int j = 0; j < kSide; ++j) {
     columns[j] = position + j * kWarp < chosen ? places[position + j * kWarp] : -1;
   }
-  T x[kRows][kSide];
+  Stored found[kRows][kSide];
 #pragma unroll
   for (int k = 0; k < kRows; ++k) {
     const int64_t row = tile.row + k * kSquaresRows;
     if (row >= tensor.rows) break;
 #pragma unroll
     for (int j = 0; j < kSide; ++j) {
-      if (columns[j] >= 0) x[k][j] = Codec<Stored>::decode(stored[row * tensor.columns + columns[j]]);
+      if (columns[j] >= 0) found[k][j] = stored[row * tensor.columns + columns[j]];
     }
   }
 #pragma unroll
@@ -322,8 +338,9 @@ __device__ __forceinline__ void take_columns(const ChosenLaunch& launch, const C
 #pragma unroll
     for (int j = 0; j < kSide; ++j) {
       if (columns[j] < 0) continue;
-      update[row * chosen + position + j * kWarp] = Codec<Product>::encode(x[k][j]);
-      stored[row * tensor.columns + columns[j]] = Codec<Stored>::encode(x[k][j] * momentum);
+      const T x = Codec<Stored>::decode(found[k][j]);
+      update[row * chosen + position + j * kWarp] = Codec<Product>::encode(x);
+      stored[row * tensor.columns + columns[j]] = Codec<Stored>::encode(x * momentum);
     }
   }
 }
@@ -334,38 +351,34 @@ __global__ void __launch_bounds__(kThreads) take_kernel(const __grid_constant__ 
   const int index = tensor_of(launch, blockIdx.x);
   const ChosenTensor& tensor = launch.tensors[index];
   const uint32_t block = blockIdx.x - launch.first_block[index];
-  if (has_rows(tensor)) {
-    take_rows<Stored, Product>(launch, tensor, block, momentum);
-  } else {
+  if (!has_rows(tensor)) {
     take_columns<Stored, Product>(launch, tensor, block, momentum);
+  } else if (is_in_sides<Stored>(tensor.stored, tensor.columns, 1) &&
+             is_in_sides<Product>(tensor.product, tensor.columns, 1)) {
+    take_rows<true, Stored, Product>(launch, tensor, block, momentum);
+  } else {
+    take_rows<false, Stored, Product>(launch, tensor, block, momentum);
   }
 }
 
 // Elements that no channel of a direction has get 0 times the factor. The sum with it has the bits of the
 // decayed weight, -0 too where the factor is negative; an infinite factor makes NaN of all elements.
-template <class Stored, class Product>
-__global__ void __launch_bounds__(kThreads)
-    move_chosen_kernel(const __grid_constant__ ChosenLaunch launch,
-                       const __grid_constant__ ComputeOf<Stored> keep) {
+template <bool kInSides, class Stored, class Product>
+__device__ __forceinline__ void move_tile(const ChosenLaunch& launch, const ChosenTensor& tensor,
+                                          uint32_t block, ComputeOf<Stored> keep) {
   using T = ComputeOf<Stored>;
-  const int index = tensor_of(launch, blockIdx.x);
-  const ChosenTensor& tensor = launch.tensors[index];
-  const uint32_t block = blockIdx.x - launch.first_block[index];
   const ChosenTile tile = chosen_tile(block, tensor.rows, tensor.columns);
   const int64_t column = tile.column + threadIdx.x % kWarp * kSide, columns = tensor.columns;
   if (column >= columns) return;
   const bool by_rows = has_rows(tensor);
   const int32_t* const positions =
       launch.memory.positions + tensor.first_channel + tile.matrix * channels_of(tensor);
-  const int64_t width = by_rows ? columns : tensor.chosen;  // of a row of directions
+  const int64_t height = by_rows ? tensor.chosen : tensor.rows, width = by_rows ? columns : tensor.chosen;
   auto* const weight = static_cast<Stored*>(tensor.stored) + tile.matrix * tensor.rows * columns;
-  const auto* const direction = static_cast<const Product*>(tensor.product) +
-                                tile.matrix * tensor.chosen * (by_rows ? columns : tensor.rows);
-  const bool in_sides = is_in_sides<Stored>(tensor.stored, columns, 1);
-  const bool direction_in_sides = by_rows && is_in_sides<Product>(tensor.product, columns, 1);
+  const auto* const direction = static_cast<const Product*>(tensor.product) + tile.matrix * height * width;
   const T factor = static_cast<T>(tensor.factor);
   const bool stays = keep == T(1) && factor - factor == T(0);  // what is not chosen
-  int32_t of_columns[kSide];
+  int32_t of_columns[kSide] = {};
   bool is_any = by_rows || !stays;
   if (!by_rows) {
 #pragma unroll
@@ -375,7 +388,8 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   if (!is_any) return;
-  T x[kRows][kSide], moves[kRows][kSide] = {};
+  Stored found[kRows][kSide];
+  Product moves[kRows][kSide];
   bool has[kRows] = {};
 #pragma unroll
   for (int k = 0; k < kRows; ++k) {
@@ -384,16 +398,16 @@ __global__ void __launch_bounds__(kThreads)
     const int32_t position = by_rows ? positions[row] : 0;
     has[k] = position >= 0 || !stays;
     if (!has[k]) continue;
-    load_side(weight + row * columns, column, columns, 1, in_sides, x[k]);
-    if (by_rows) {
-      if (position >= 0) {
-        load_side(direction + position * width, column, columns, 1, direction_in_sides, moves[k]);
-      }
-    } else {
+    load_stored<kInSides, kOnce>(weight + row * columns, column, columns, found[k]);
+#pragma unroll
+    for (Product& each : moves[k]) each = Codec<Product>::encode(ComputeOf<Product>(0));
+    if (!by_rows) {
 #pragma unroll
       for (int j = 0; j < kSide; ++j) {
-        if (of_columns[j] >= 0) moves[k][j] = Codec<Product>::decode(direction[row * width + of_columns[j]]);
+        if (of_columns[j] >= 0) moves[k][j] = direction[row * width + of_columns[j]];
       }
+    } else if (position >= 0) {
+      load_stored<kInSides>(direction + position * width, column, columns, moves[k]);
     }
   }
 #pragma unroll
@@ -401,11 +415,28 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t row = tile.row + k * kSquaresRows;
     if (row >= tensor.rows) break;
     if (!has[k]) continue;
+    T x[kSide];
 #pragma unroll
     for (int j = 0; j < kSide; ++j) {
-      x[k][j] = rules::mul_add(factor, moves[k][j], rounded<Stored>(x[k][j] * keep));
+      const T kept = rounded<Stored>(Codec<Stored>::decode(found[k][j]) * keep);
+      x[j] = rules::mul_add(factor, T{Codec<Product>::decode(moves[k][j])}, kept);
     }
-    store_side(weight + row * columns, column, columns, 1, in_sides, x[k]);
+    store_sides<kInSides, kOnce>(weight + row * columns, column, columns, x);
+  }
+}
+
+template <class Stored, class Product>
+__global__ void __launch_bounds__(kThreads)
+    move_chosen_kernel(const __grid_constant__ ChosenLaunch launch,
+                       const __grid_constant__ ComputeOf<Stored> keep) {
+  const int index = tensor_of(launch, blockIdx.x);
+  const ChosenTensor& tensor = launch.tensors[index];
+  const uint32_t block = blockIdx.x - launch.first_block[index];
+  const bool in_sides = is_in_sides<Stored>(tensor.stored, tensor.columns, 1);
+  if (in_sides && (!has_rows(tensor) || is_in_sides<Product>(tensor.product, tensor.columns, 1))) {
+    move_tile<true, Stored, Product>(launch, tensor, block, keep);
+  } else {
+    move_tile<false, Stored, Product>(launch, tensor, block, keep);
   }
 }
 
