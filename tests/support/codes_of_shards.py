@@ -109,6 +109,7 @@ def blocks_begin_where_shards_do(here):
 
 
 def shards_are_rounded_by_numbers_of_their_own(here):
+    """But for the first along rows, whose elements are the first of the whole weight."""
     from torch.distributed.tensor import Replicate, Shard
 
     mesh = here.mesh()
@@ -122,6 +123,13 @@ def shards_are_rounded_by_numbers_of_their_own(here):
             found = weight.detach().full_tensor()
             if placement == Shard(0):
                 assert not torch.equal(found[:100], found[100:])
+                alone = torch.nn.Parameter(whole.to(here.device))
+                alone.grad = torch.ones_like(alone)
+                optim.SGD([alone], lr=1e-3, rounding="stochastic", fused=native).step()
+                expected = alone.detach()
+                assert_same_bits(found[:100], expected[:100], "the first shard")
+                assert not torch.equal(found[100:], expected[100:])
+                assert (found.view(torch.int16) - expected.view(torch.int16)).abs().max() == 1
             else:
                 assert_all_have([found], "a copy")
 
