@@ -162,10 +162,13 @@ def test_times_of_the_choice_are_those_measured():
     """The columns CPU and GPU of docs/choosing.md, in units of AdamW's time."""
     cpu, gpu = "intel-emerald-rapids-16-cores/peers.json", "nvidia-h200/peers.json"
     steps = "nvidia-h200/steps.json"
-    adafactor, galore, muon = (
-        results(f"nvidia-h100/{n}.json") for n in ("adafactor", "galore", "muon")
+    machines = {"cpu": "nvidia-h100", "cuda": "nvidia-h200"}  # the cores beside a GPU, and a GPU
+    adafactor, galore = (
+        {device: results(f"{machine}/{name}.json")[device] for device, machine in machines.items()}
+        for name in ("adafactor", "galore")
     )
-    on = {device: adafactor[device]["ms"] for device in ("cpu", "cuda")}
+    muon = results("nvidia-h200/muon.json")["ms"]
+    on = {device: adafactor[device]["ms"] for device in machines}
     low_rank = [galore[device]["steps"]["hybrid"] / on[device]["AdamW"] for device in on]
     expected = {
         "AdamW": [1, 1],
@@ -174,7 +177,7 @@ def test_times_of_the_choice_are_those_measured():
         "Adan": [None, gpt2(steps, "adan") / gpt2(steps, "adam")],
         "Adafactor": [on[d]["Adafactor, torch's"] / on[d]["AdamW"] for d in on],
         "GaLoreAdamW": low_rank,
-        "Muon": [None, muon["cuda"]["ms"]["Muon, bfloat16"] / on["cuda"]["AdamW"]],
+        "Muon": [None, muon["Muon, float16"] / on["cuda"]["AdamW"]],
         "Adagrad": [gpt2(f, "adagrad") / gpt2(f, "adam") for f in (cpu, gpu)],
     }
     others = "intel-emerald-rapids-16-cores/steps.json"
