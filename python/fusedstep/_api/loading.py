@@ -16,6 +16,7 @@ from fusedstep._api.saved import (
     with_options_of_empty_groups,
 )
 from fusedstep._native import ops
+from fusedstep._options.kinds import make_plain
 from fusedstep._options.shared import fill_own
 from fusedstep._step.binding import BindsGroups
 
@@ -119,6 +120,7 @@ class LoadsStates(BindsGroups):
                 group.setdefault(name, value)
             kept = names[index] if is_loading else group
             fill_own(group, self.defaults, self._own_options, kept)
+            make_plain(self._option_kinds, group)
             for p, key in zip(group["params"], keys, strict=False):
                 self._store.keep_wide(group, p, loading["state"].get(key, {}))
             self._store.make_ordinary(group["params"])

@@ -91,6 +91,10 @@ class Flag(Option):
         if isinstance(value, (list, tuple, Mapping, Set)):
             raise TypeError(f"{name} must be a bool, not {value!r:.60}")
 
+    def plain(self, value: Any) -> Any:
+        number = _plain_number(value)
+        return value if number is value else bool(number)
+
     def has_text(self, value: Any) -> bool:
         return isinstance(value, str)
 
@@ -140,6 +144,10 @@ class Number(Option):
         if not (value is None and self.may_be_none):
             float(value)
 
+    def plain(self, value: Any) -> Any:
+        """Returns Python's own number in place of another one, as of numpy, or of a tensor."""
+        return _plain_number(value)
+
     def is_usual(self, value: Any, half: bool) -> bool:
         if self.is_limit:
             return True
@@ -166,6 +174,10 @@ class LearningRate(Number):
         if not value >= 0.0:
             raise ValueError(f"Invalid learning rate: {value}")
         return value
+
+    def plain(self, value: Any) -> Any:
+        """Returns Python's own number in place of another one; a tensor stays, as in torch."""
+        return value if isinstance(value, Tensor) else _plain_number(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,9 +216,12 @@ class NumberTuple(Option):
         """Returns a tuple of numbers in place of another sequence."""
         if value is None or isinstance(value, str) or _is_one_number(value):
             return value
-        numbers = tuple(map(_plain, value))
+        numbers = tuple(map(self._plain_part, value))
         is_plain = isinstance(value, (list, tuple))
         return value if is_plain and [*map(type, value)] == [*map(type, numbers)] else numbers
+
+    def _plain_part(self, value: Any) -> Any:
+        return _plain(value)
 
     def is_usual(self, value: Any, half: bool) -> bool:
         most = _MOST_OF_HALF if half else _MOST
@@ -263,6 +278,10 @@ class Betas(NumberTuple):
 
     def check_float(self, name: str, value: Any) -> None:
         self.floats(name, value)
+
+    def _plain_part(self, value: Any) -> Any:
+        """Leaves tensors, which torch takes for betas."""
+        return value if isinstance(value, Tensor) else _plain(value)
 
     def floats(self, name: str, betas: Iterable[float | Tensor]) -> list[float]:
         """Returns the betas as numbers; raises if there are too many or too few."""
@@ -360,7 +379,7 @@ def numeric(options: Options, group: Mapping[str, Any]) -> str:
 
 
 def make_plain(options: Options, group: dict[str, Any]) -> None:
-    """Makes tuples of numbers of other sequences, whose types torch.load() may not take."""
+    """Makes numbers and tuples of others, whose types torch.load() or a checkpoint may not take."""
     for name in options.keys() & group.keys():
         value = group[name]
         plain = options[name].plain(value)
@@ -444,8 +463,20 @@ def _is_one_number(value: Any) -> bool:
 def _plain(value: Any) -> Any:
     """A number as Python's own, and the numbers of a sequence, or of several in it, in tuples."""
     if not isinstance(value, Iterable) or isinstance(value, str) or _is_one_number(value):
-        return float(value) if isinstance(value, float) else value
+        return _plain_number(value)
     return tuple(map(_plain, value))
+
+
+def _plain_number(value: Any) -> Any:
+    """A number as Python's own; all else as it is, and a tensor that autograd or a graph needs."""
+    if type(value) in (int, float, bool) or not _is_one_number(value):
+        return value
+    if isinstance(value, Tensor):
+        is_needed = type(value) is not Tensor or value.requires_grad or value.is_meta
+        return value if is_needed else value.item()
+    if hasattr(value, "item"):  # of numpy
+        return value.item()
+    return int(value) if hasattr(type(value), "__index__") else float(value)
 
 
 def _as_number(value: Any) -> float:

@@ -1,5 +1,10 @@
-"""Options that are several numbers may be any sequence of them, as configurations have lists."""
+"""Options may be any numbers, and any sequence of several, as configurations have lists.
 
+Groups and dictionaries have Python's own: ``torch.load`` takes them, and a checkpoint has no tensor
+where the next optimizer has a number.
+"""
+
+import copy
 import io
 from collections import UserList
 
@@ -8,6 +13,9 @@ import pytest
 import torch
 
 from fusedstep import optim
+from fusedstep._options.kinds import Flag, LearningRate, Number
+from support.cases import PLAIN
+from support.composites import ROWS
 
 OPTIONS = [
     (optim.Rprop, "etas", [0.5, 1.25]),
@@ -21,6 +29,62 @@ OPTIONS = [
 ]
 
 
+def through_a_file(dictionary):
+    file = io.BytesIO()
+    torch.save(dictionary, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def numbers_of(optimizer):
+    """All options of a group that are numbers or flags, but for the learning rate."""
+    (group,) = optimizer.param_groups
+    for name, option in type(optimizer)._option_kinds.items():
+        value = group.get(name, option.unset)
+        if isinstance(option, (Number, Flag)) and not isinstance(option, LearningRate):
+            if isinstance(value, (bool, int, float)):
+                yield name, value
+            elif value is None and isinstance(option, Number):
+                yield name, 0.5
+
+
+@pytest.mark.parametrize(
+    "made",
+    [lambda value: torch.tensor(value, dtype=KINDS[type(value)]), numpy.array, numpy.atleast_1d],
+    ids=["a tensor", "a number of numpy", "an array"],
+)
+@pytest.mark.parametrize("row", [*PLAIN, *ROWS], ids=str)
+def test_numbers_are_pythons_own(row, made):
+    weight = torch.nn.Parameter(torch.ones(12, 8))
+    for name, value in numbers_of(row.build([weight])):
+        group = {"params": [weight]} | getattr(row, "of_group", {}) | {name: made(value)}
+        optimizer = row.optimizer([group])
+        found = optimizer.param_groups[0][name]
+        assert (type(found), found) == (type(value), value), name
+        assert type(through_a_file(optimizer.state_dict())["param_groups"][0][name]) is type(value)
+        if isinstance(value, float):  # a dictionary may have what a group was given later
+            optimizer.param_groups[0][name] = made(value)
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            assert type(optimizer.param_groups[0][name]) is float, name
+
+
+KINDS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+def test_tensors_that_torch_takes_stay():
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    decay = torch.tensor(0.1, requires_grad=True)
+    options = {
+        "lr": torch.tensor(0.1),
+        "betas": (torch.tensor(0.9), torch.tensor(0.99)),
+        "weight_decay": decay,
+    }
+    (group,) = optim.AdamW([weight], **options, differentiable=True, capturable=True).param_groups
+    assert group["lr"] is options["lr"]
+    assert all(map(torch.is_tensor, group["betas"]))
+    assert group["weight_decay"] is decay
+
+
 @pytest.mark.parametrize("in_group", [False, True], ids=["of all", "of a group"])
 @pytest.mark.parametrize("sequence", [UserList, numpy.array], ids=["a list", "an array"])
 @pytest.mark.parametrize(("cls", "name", "numbers"), OPTIONS, ids=str)
@@ -32,10 +96,7 @@ def test_any_sequence_of_numbers(cls, name, numbers, sequence, in_group):
     optimizer = cls([group], **({} if in_group else option))
     optimizer.step()
     assert optimizer.param_groups[0][name] == tuple(numbers)
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
+    loaded = through_a_file(optimizer.state_dict())
     assert loaded["param_groups"][0][name] == tuple(numbers)
 
 
