@@ -32,7 +32,7 @@ from fusedstep._state.codes import (
     is_codes,
     of_shape,
 )
-from fusedstep._state.kinds import numbers_of, own_shapes, shapes_of
+from fusedstep._state.kinds import numbers_of, shapes_of
 from fusedstep._state.storage import BESIDE, LOW, asked_way
 from fusedstep._step.owner import Owner
 
@@ -196,20 +196,19 @@ def check_state(
     check_names(optimizer, name, state, options, weight, advice=_IMPORT)
     for number in () if weight.is_meta else numbers_of(kinds, options, weight.shape):
         check_count_of_steps(name, state[number], number)
-    shapes, needed = own_shapes(kinds, options, weight.shape), _needed(optimizer, options, weight)
+    shapes, needed = shapes_of(kinds, options, weight.shape), _needed(optimizer, options, weight)
     if asked_way(options) == "stochastic" and "step" in state:
         check_count_of_steps(name, state["step"])
-    names = (*shapes_of(kinds, options, weight.shape), *needed, *BESIDE.values())
-    for key in dict.fromkeys(names):
+    for key in dict.fromkeys((*shapes, *needed, *BESIDE.values())):
         if key in needed or state.get(key) is not None:
-            shape = (shapes or {}).get(key, weight.shape)
-            check_tensor(f"{key} of {name}", state[key], weight, state.get(absmax_of(key)), shape)
+            shape, absmax = shapes.get(key), state.get(absmax_of(key))
+            check_tensor(f"{key} of {name}", state[key], weight, absmax, shape)
             if absmax_of(key) in state and not is_codes(state[key]):
                 raise ValueError(
                     f"{key} of {name} has an absmax, but is in numbers: torch's class has made "
                     "them of codes, which fusedstep.import_state_dict reads"
                 )
-            if shapes is None and key not in BESIDE.values():
+            if shape is None and key not in BESIDE.values():
                 _check_not_cast(f"{key} of {name}", state[key], weight)
         if key == LOW and state.get(key) is not None and state[key].dtype is not torch.int16:
             raise ValueError(f"{key} of {name} must be int16, not {state[key].dtype}")
@@ -237,8 +236,8 @@ def check_names(
 def _needed(optimizer: Owner, options: dict[str, Any], weight: Tensor) -> list[str]:
     """The tensors that no dictionary lacks."""
     kinds, later = optimizer._state_kinds, optimizer._later_options
-    shapes = own_shapes(kinds, options, weight.shape)
-    if shapes is not None:
+    shapes = shapes_of(kinds, options, weight.shape)
+    if any(shape is not None for shape in shapes.values()):
         return [name for name in shapes if not kinds[name].is_later]
     tensors = [(name, kinds[name]) for name in optimizer._states]
     may_be = [(name, kind) for name, kind in tensors if kind.may_be(options, weight.shape)]

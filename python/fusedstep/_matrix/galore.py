@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedstep._matrix.low_rank import LowRankSteps
-from fusedstep._matrix.low_rank_states import bases, number, place, turn
+from fusedstep._matrix.low_rank_states import PLACE, TURN, bases, beside, place_of, turn_of
 from fusedstep._matrix.projection import (
     PROJ_TYPES,
     basis_shapes,
@@ -33,9 +33,9 @@ _DOUBLINGS = "gap_doublings"
 #: The states that groups with a rank have beside their moments.
 BESIDE_MOMENTS: States = {
     **bases(),
-    _DOUBLINGS: number(needs=lambda group: group["svd"] == "lazy"),
-    **place(needs=lambda group: group["svd"] != "exact"),
-    **turn(needs="stagger"),
+    _DOUBLINGS: beside(needs=lambda group: group["svd"] == "lazy"),
+    PLACE: beside(2, needs=lambda group: group["svd"] != "exact", start=place_of, is_later=True),
+    TURN: beside(2, needs="stagger", start=turn_of, is_later=True),
 }
 
 #: A lazy refresh finds the basis at rest from this overlap on; the gap doubles at most so often.

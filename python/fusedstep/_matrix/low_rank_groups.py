@@ -17,7 +17,7 @@ from fusedstep._matrix.projection import check_whole_number
 from fusedstep._options.kinds import check_ranges
 from fusedstep._sharding.dtensor import is_dtensor, spread_of
 from fusedstep._state.codes import absmax_of, is_codes
-from fusedstep._state.kinds import own_shapes
+from fusedstep._state.kinds import shapes_of
 from fusedstep._state.storage import BESIDE, way_of
 from fusedstep._step.gradients import by_place
 
@@ -109,7 +109,7 @@ class LowRankGroups(LowRankShards):
         self, group: dict[str, Any], weight: Tensor, state: dict[str, Any]
     ) -> dict[str, Any]:
         """Takes the bases out of a projector object, and makes states beside 16 bits float32."""
-        shapes = own_shapes(self._state_kinds, group, weight.shape) or {}
+        shapes = shapes_of(self._state_kinds, group, weight.shape)
         if state.keys().isdisjoint({*self._states, *shapes}):  # it has taken no step
             return {}
         if not self._is_projected(group):

@@ -64,45 +64,29 @@ def bases(when: Callable[[Group], bool] = has_rank) -> States:
         return has_rank(group) and when(group) and RIGHT in sides_of(group, shape)
 
     return {
-        LEFT: _beside(of=left, shape=lambda group, shape: torch.Size((shape[0], group["rank"]))),
-        RIGHT: _beside(
+        LEFT: _whole(of=left, shape=lambda group, shape: torch.Size((shape[0], group["rank"]))),
+        RIGHT: _whole(
             of=right, shape=lambda group, shape: torch.Size((group["rank"], shape[1:].numel()))
         ),
     }
 
 
-def number(needs: Callable[[Group], bool] | None = None) -> State:
-    """Returns the record of a number on the device of a weight in a group with a rank."""
-    return State(of=has_rank, needs=needs, shape=_no_dimensions, takes_codes=False)
+def beside(*sizes: int, **fields: Any) -> State:
+    """Returns the record of a state of these sizes of groups with a rank, which is in no codes."""
+    return _whole(of=has_rank, shape=lambda group, shape: torch.Size(sizes), **fields)
 
 
-def place(needs: Callable[[Group], bool]) -> States:
-    """Returns the record of the place that random bases follow from."""
-    return {PLACE: _beside(of=has_rank, needs=needs, shape=_two, start=_place, is_later=True)}
-
-
-def turn(needs: str) -> States:
-    """Returns the record of the place that staggered refreshes follow from."""
-    return {TURN: _beside(of=has_rank, needs=needs, shape=_two, start=_turn, is_later=True)}
-
-
-def _beside(**fields: Any) -> State:
+def _whole(**fields: Any) -> State:
     """The record of a state of which each process has all."""
     return State(placements=lambda group, weight: copies_of(weight), takes_codes=False, **fields)
 
 
-def _no_dimensions(group: Group, shape: torch.Size) -> torch.Size:
-    return torch.Size(())
-
-
-def _two(group: Group, shape: torch.Size) -> torch.Size:
-    return torch.Size((2,))
-
-
-def _place(groups: list[Group], group: Group, weight: Tensor) -> Sequence[int]:
+def place_of(groups: list[Group], group: Group, weight: Tensor) -> Sequence[int]:
+    """Returns the first values of the state ``place``."""
     (whole,) = whole_places_of(groups, group, [weight])
     return divmod(whole, PLACES)
 
 
-def _turn(groups: list[Group], group: Group, weight: Tensor) -> Sequence[int]:
-    return _place(groups, group, weight)[1], len(group["params"])
+def turn_of(groups: list[Group], group: Group, weight: Tensor) -> Sequence[int]:
+    """Returns the first values of the state ``turn``."""
+    return place_of(groups, group, weight)[1], len(group["params"])

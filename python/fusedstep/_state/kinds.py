@@ -98,19 +98,14 @@ def numbers_of(states: States, group: Group, shape: torch.Size) -> list[str]:
 
 
 def shapes_of(states: States, group: Group, shape: torch.Size) -> dict[str, torch.Size | None]:
-    """The own shapes of the tensors that a weight of this shape has; None for the weight's."""
-    return {
+    """The shapes of a weight's tensors by their names; None for all that have the weight's."""
+    found = {
         name: state.shape and state.shape(group, shape)
         for name, state in states.items()
         if not state.is_number and state.is_of(group, shape)
     }
-
-
-def own_shapes(states: States, group: Group, shape: torch.Size) -> dict[str, torch.Size] | None:
-    """The shapes of a weight's states by their names, if not all have the weight's shape."""
-    found = shapes_of(states, group, shape)
     if all(own is None for own in found.values()):
-        return None
+        return found
     return {name: shape if own is None else own for name, own in found.items()}
 
 

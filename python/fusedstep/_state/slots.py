@@ -121,16 +121,10 @@ class Slots:
         self._may_be_coded = isinstance(own_option(group, "state_dtype"), str)
 
     def shapes(self, weight: Tensor) -> dict[str, torch.Size | None]:
-        """The shapes of a weight's tensors by their names; None for the weight's, if all have it.
-
-        The names are in the order of a plan.
-        """
+        """As ``shapes_of``: names are in the order of a plan."""
         shape = weight.shape
         if shape not in self._shapes:
-            found = shapes_of(self._states, self._group, shape)
-            if any(own is not None for own in found.values()):
-                found = {name: shape if own is None else own for name, own in found.items()}
-            self._shapes[shape] = found
+            self._shapes[shape] = shapes_of(self._states, self._group, shape)
         return self._shapes[shape]
 
     def names(self, weight: Tensor) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._matrix.channel_moves import ChannelMoves, Channels
 from fusedstep._matrix.low_rank import LowRankSteps
-from fusedstep._matrix.low_rank_states import bases, low_rank, number, place
+from fusedstep._matrix.low_rank_states import PLACE, bases, beside, low_rank, place_of
 from fusedstep._matrix.products import as_matrix, project
 from fusedstep._matrix.projection import LEFT, RIGHT, basis_shapes, check_one_of, matrix_shape
 from fusedstep._matrix.scratch import Scratch
@@ -117,9 +117,11 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
 
     _state_kinds: ClassVar[States] = {
         **low_rank(plain("exp_avg", "exp_avg_sq")),
-        _NORM: number(),
+        _NORM: beside(),
         **bases(when=lambda group: group["proj"] == "svd"),
-        **place(needs=lambda group: group["proj"] == "random"),
+        PLACE: beside(
+            2, needs=lambda group: group["proj"] == "random", start=place_of, is_later=True
+        ),
         **COUNT,
     }
     _option_kinds: ClassVar[Options] = {
