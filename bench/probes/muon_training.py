@@ -70,15 +70,19 @@ def optimizer_of(kind: str, model: SmallGPT, rate: float) -> torch.optim.Optimiz
     return optim.Muon(groups, lr=rate, weight_decay=0.1)
 
 
-def train(kind: str, rate: float, steps: int, every: int, device: torch.device) -> list[float]:
-    """Losses after every so many steps."""
-    text = tokens()
-    torch.manual_seed(0)
-    model = SmallGPT(layers=3, width=128, heads=4, vocabulary=text[2], length=LENGTH)
+def model_of(vocabulary: int, seed: int = 0) -> SmallGPT:
+    torch.manual_seed(seed)
+    model = SmallGPT(layers=3, width=128, heads=4, vocabulary=vocabulary, length=LENGTH)
     for p in model.parameters():
         if p.ndim == 2:
             torch.nn.init.normal_(p, std=0.02)
-    model.to(device)
+    return model
+
+
+def train(kind: str, rate: float, steps: int, every: int, device: torch.device) -> list[float]:
+    """Losses after every so many steps."""
+    text = tokens()
+    model = model_of(text[2]).to(device)
     return losses_of(model, optimizer_of(kind, model, rate), text, steps, every)
 
 

@@ -54,6 +54,7 @@ _MATRICES = _PRODUCTS | {
     "adjust_lr_fn": (None, "original", "match_rms_adamw", "spectral_unclamped"),
     "ns_coefficients": ("quintic", "polar_express", [2.0, -1.5, 0.5]),
     "ns_steps": (5, 3, 1, 8),
+    "ns_start": ("norm", "norm", "aol"),
     "cautious_decay": (False, True),
     "normuon": (False, True),
     "beta2": (0.95, 0.6),

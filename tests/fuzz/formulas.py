@@ -7,6 +7,7 @@ formula says how far its result may be from the library's, from the arithmetic o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from reference.adafactor import adafactor
 from reference.adagrad import adagrad
 from reference.adam import adamw as adamw_of_torch
 from reference.came import came
-from reference.muon import muon
+from reference.muon import iterated, muon
 from reference.musgd import musgd
 from reference.rowwise_adagrad import rowwise_adagrad
 from reference.sgd import sgd
@@ -349,10 +350,11 @@ def of_muon(asked: Asked) -> Stepped:
         "adjust": _FACTORS.get(group["adjust_lr_fn"], "original"),
         "cautious": group["cautious_decay"],
         "beta2": group["beta2"] if group["normuon"] else None,
+        "iterate": functools.partial(iterated, start=group["ns_start"]),
     }
 
     def step(state: dict[str, Tensor], gradient: Tensor, **more: Any) -> dict[str, Tensor]:
-        new, found = muon(weight.reshape(stack), gradient, state, **options, **more)
+        new, found = muon(weight.reshape(stack), gradient, state, **options | more)
         values = {"weight": new.reshape(weight.shape)}
         values["momentum_buffer"] = found["momentum_buffer"].reshape(weight.shape)
         if "v" in found:
@@ -419,7 +421,8 @@ def _iterated(
     products = asked.group["ns_dtype"] or torch.bfloat16
     narrow = torch.finfo(asked.dtype).eps
     generator = torch.Generator().manual_seed(asked.seed)
-    iterate = _roughly(products, narrow, generator)
+    start = asked.group.get("ns_start", "norm")
+    iterate = _roughly(products, narrow, generator, start)
     in_norm = dict.fromkeys(expected.keys() - {"momentum_buffer"}, 0.0)
     for _ in range(SAMPLES):
         roughly = {
@@ -438,7 +441,9 @@ def noise(like: Tensor, generator: torch.Generator) -> Tensor:
     return 2 * torch.rand(like.shape, generator=generator, dtype=torch.float64) - 1
 
 
-def _roughly(products: torch.dtype, narrow: float, generator: torch.Generator) -> Callable:
+def _roughly(
+    products: torch.dtype, narrow: float, generator: torch.Generator, start: str
+) -> Callable:
     """The iteration in products of a dtype, each with errors of a rounding or two."""
     info = torch.finfo(products)
     # Terms of products are added in float32 at least.
@@ -456,6 +461,9 @@ def _roughly(products: torch.dtype, narrow: float, generator: torch.Generator) -
         x = rounded(matrix / rounded(norm, unit=narrow), unit=max(info.eps, narrow))
         is_tall = x.shape[-2] > x.shape[-1]
         x = x.mT if is_tall else x
+        if start == "aol":
+            sums = rounded(product(x, x.mT)).abs().sum(-1, keepdim=True)
+            x = rounded(x / sums.clamp(min=2**-20 / x.shape[-2]).sqrt())
         for a, b, c in coefficients:
             gram = rounded(product(x, x.mT))
             squares = product(gram, gram)

@@ -11,6 +11,7 @@ from reference.muon import QUINTIC, iterated
 def dion2(
     weight, gradient, state, *, fraction, lr=1e-3, weight_decay=0.1, momentum=0.95,
     coefficients=(QUINTIC,) * 5, eps=1e-7, adjust="original", cautious=False, beta2=None,
+    iterate=iterated,
 ):  # fmt: skip
     """Dion2 of one matrix, and NorDion2 with a ``beta2``, which chooses rows of every matrix."""
     m = state.get("momentum_buffer", torch.zeros_like(weight)) + gradient
@@ -21,7 +22,7 @@ def dion2(
     first = sorted(range(len(norms)), key=lambda i: (-norms[i], i))
     some = first[: max(1, math.ceil(fraction * len(norms)))]
     taken = lines[some]
-    x = iterated(taken if of_rows else taken.T, coefficients, eps)
+    x = iterate(taken if of_rows else taken.T, coefficients, eps)
     new = {}
     if beta2 is not None:
         v = new["v"] = state.get("v", torch.zeros(rows, 1, dtype=x.dtype)).clone()

@@ -85,6 +85,7 @@ COMPOSED = (
     ),
     Composite("muon, chosen rows", optim.Muon, {"rank_fraction": 0.5}),
     Composite("muon, chosen rows, normuon", optim.Muon, {"rank_fraction": 0.5, "normuon": True}),
+    Composite("muon, almost orthogonal", optim.Muon, {"ns_start": "aol"}),
     Composite("muon for AdamW", optim.Muon, {"use_muon": False}),
     Composite("musgd", optim.MuSGD, _MUSGD),
     Composite(

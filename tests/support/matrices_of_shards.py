@@ -49,6 +49,7 @@ ROWS = {
     "stacks of parts": ([(3, 12, 8), (1, 12, 8)], Shard(0), {"split_sizes": (8, 2, 2)}),
     "heads of parts": ([(24, 8)], Shard(0), {"split_sizes": (12, 12), "split_heads": 3}),
     "parts of filters": ([(6, 3, 2, 2)], Shard(0), {"split_sizes": [4, 1, 1]}),
+    "almost orthogonal": ([(8, 24), (24, 9), (3, 8, 12)], Shard(0), {"ns_start": "aol"}),
     "chosen rows": ([(8, 24), (12, 12), (9, 40)], Shard(0), {"rank_fraction": 0.25}),
     "chosen rows in columns": ([(8, 24), (12, 13)], Shard(1), {"rank_fraction": 0.25}),
     "chosen columns": ([(24, 8), (13, 12)], Shard(0), {"rank_fraction": 0.5}),

@@ -23,11 +23,12 @@ from fusedstep._matrix.muon_groups import (
     norm_dtype,
     ns_dtype_of,
     parts_of,
+    starts_aol,
     to_divisors,
     uses_muon,
     why_no_matrix,
 )
-from fusedstep._matrix.newton_schulz import coefficients_of
+from fusedstep._matrix.newton_schulz import LEAST_SUM, coefficients_of
 from fusedstep._sharding.dtensor import local
 from fusedstep._sharding.exchange import cut_of, is_gathered, step_whole
 from fusedstep._state.checks import name_of
@@ -174,11 +175,21 @@ def _iterated(group: dict[str, Any], update: Tensor) -> Tensor:
             x = matrix.to(narrow) if keeps_range(narrow) else matrix
             x = x.T if is_tall else x
             x = (x / to_divisors(group, x.norm(dtype=norm_dtype(x)))).to(narrow)
+            if starts_aol(group):
+                x = _almost_orthogonal(x)
             for a, b, c in steps:
                 gram = x @ x.T
                 x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
             orthogonal[place].copy_(x.T if is_tall else x)
     return orthogonal
+
+
+def _almost_orthogonal(x: Tensor) -> Tensor:
+    """The rows of a wide matrix of norm 1, scaled as the AOL start scales them."""
+    side = len(x)
+    gram = torch.mm(x * side, x.T).abs()  # in the range of float16
+    sums = gram.sum(1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    return (x * (side / sums.clamp(min=LEAST_SUM)).sqrt()).to(x.dtype)
 
 
 def _normalize_rows(x: Tensor, moments: Tensor, beta2: float) -> None:

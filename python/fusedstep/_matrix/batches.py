@@ -42,6 +42,7 @@ from fusedstep._matrix.muon_groups import (
     ns_dtype_of,
     parts_of,
     ratio_of,
+    starts_aol,
     to_divisors,
 )
 from fusedstep._matrix.near_shapes import Shape, joined, newton_schulz_operations
@@ -419,7 +420,8 @@ class MatrixBatches(ImperativeTwin):
             }
             return _in_lists(sizes, _most_together(device))
         is_alone = len(by_shape) == 1 or group.get("normuon") or is_split(group)
-        if is_alone or is_chained or has_choice(group):
+        # Zeros may make a matrix tall that is not, and the AOL start scales the shorter side.
+        if is_alone or is_chained or has_choice(group) or starts_aol(group):
             return [[shapes] for shapes in by_shape]
         steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
         dtype = ns_dtype_of(group, device)
@@ -580,6 +582,7 @@ class MatrixBatches(ImperativeTwin):
         first, asked = updates[0], group.get("ns_dtype")
         products, narrow = ns_dtype_of(group, first.device), updates_dtype(first.dtype, asked)
         fits = first.is_cpu or all(fits_engine(*x.shape[1:]) for x in updates)
+        fits = fits and not starts_aol(group)
         if not (fits and narrow and takes_batches_of(first.device, first.dtype, asked, products)):
             return [update.copy_(self._orthogonal(group, update)) for update in updates]
         shapes = [(len(x), *x.shape[1:]) for x in updates]
@@ -730,13 +733,13 @@ class MatrixBatches(ImperativeTwin):
             return self._scratch.take("matrices", update.shape, dtype, device).copy_(update)
 
         steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
-        kinds = update.dtype, None, dtype
+        kinds, is_aol = (update.dtype, None, dtype), starts_aol(group)
         if type(update) is Tensor and update.is_cpu and takes_batches_of(device, *kinds):
             x = narrowed()  # as in a step of batches together
             if x.numel():
                 eps, adds_eps = float(group["eps"]), bool(group.get("adds_eps"))
                 normalize_into([x], [x], take_sums([x], self._scratch), eps, adds_eps)
-            return orthogonalize(x, steps, self._scratch)
+            return orthogonalize(x, steps, self._scratch, is_aol)
 
         # Norms and quotients of narrow numbers take half the bytes; a CPU would widen them.
         is_wide = update.is_cpu or update.dtype is torch.float64 or not keeps_range(dtype)
@@ -745,7 +748,7 @@ class MatrixBatches(ImperativeTwin):
         norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=norm_dtype(x) or of)
         x.div_(to_divisors(group, norms))
         x = narrowed() if is_wide else x
-        return orthogonalize(x, steps, self._scratch)
+        return orthogonalize(x, steps, self._scratch, is_aol)
 
     def _rooms(
         self, group: dict[str, Any], values: list[Tensor], is_native: bool = False

@@ -30,6 +30,8 @@ from fusedstep._sharding.exchange import Form, why_not_gathered
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")
 
+_STARTS = ("norm", "aol")
+
 _NS_DTYPES = (None, torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 #: Muon's options. A group has those that torch's class lacks only where they were set.
@@ -46,6 +48,7 @@ MUON: Options = {
     "split_sizes": Counts(unset=None, fills_sides=True),
     "stacked": Flag(unset=None),
     "ns_dtype": Option(unset=None),
+    "ns_start": Option(unset="norm"),
     "cautious_decay": Flag(unset=False),
     "normuon": Flag(unset=False),
     "rank_fraction": Number(unset=None, above=True, most=1.0, may_be_none=True),
@@ -91,6 +94,13 @@ def check_muon_options(options: dict[str, Any]) -> None:
             "ns_dtype must be None, torch.bfloat16, torch.float16, torch.float32 or "
             f"torch.float64, not {options['ns_dtype']!r:.40}"
         )
+    start = options.get("ns_start", "norm")
+    if start not in _STARTS:
+        raise ValueError(
+            f"ns_start must be {' or '.join(map(repr, _STARTS))}, not {options['ns_start']!r:.40}"
+        )
+    if start == "aol" and not steps:
+        raise ValueError("ns_start='aol' needs ns_steps of at least 1")
     heads = options.get("split_heads", 1)
     if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
         raise ValueError(f"split_heads must be an int of at least 1, not {heads!r:.40}")
@@ -211,6 +221,11 @@ def is_split(group: dict[str, Any]) -> bool:
 def ns_dtype_of(group: dict[str, Any], device: torch.device) -> torch.dtype:
     asked = group.get("ns_dtype")
     return usual_dtype(device) if asked is None else asked
+
+
+def starts_aol(group: dict[str, Any]) -> bool:
+    """Returns whether the iteration begins with the AOL start."""
+    return group.get("ns_start") == "aol"
 
 
 def keeps_range(dtype: torch.dtype) -> bool:

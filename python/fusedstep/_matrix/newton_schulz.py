@@ -7,6 +7,19 @@ Q of all polynomials, and one product ``Q X`` follows. It has fewer operations f
 but A has the squares of the singular values, and a rounding that makes a small one negative grows
 from step to step. So after a run of two or three steps Q is multiplied by X, and A computed anew.
 
+Matrices begin with a norm of 1. With the *AOL start* (almost orthogonal layers) the iteration
+begins with ``F X`` in their place, where F is diagonal::
+
+    F = diag(1 / sqrt(max(sum_j |A_ij|, 2**-20 / M)))       (M: the rows of the short side)
+
+``diag(sum_j |A_ij|) - A`` is diagonally dominant, so that no singular value of F X is above 1, as
+of X, but most are larger. The floor leaves rows short whose norms are below 2**-10 of the root mean
+square: zeros stay zeros, and F is finite. X is not scaled: the first run has F A F for A, and ends
+with ``Q F``. A is computed times M, and the root of M is a factor of ``Q F X``, which keeps all
+numbers in the range of float16: elements of M A are M at most, and 1 on average on the diagonal; F
+without the root is 2**10 at most, and an element of Q, the product of the a of its run, is 35 at
+most for the runs of `_GROWN`.
+
 torch's library computes the products, or the native engine on a device that has one.
 """
 
@@ -56,6 +69,9 @@ _RUN, _GROWN, _GROWN_LATER = 3, 0.6, 0.9
 #: The share of its operations that a product with a symmetric result takes: the native engine
 #: computes one triangle, and the tiles of the diagonal.
 _TRIANGLE = 0.55
+
+#: The least sum of a row of M A that the AOL start divides by.
+LEAST_SUM = 2.0**-20
 
 #: Sets of coefficients by name.
 NAMES = ("quintic", "polar_express")
@@ -210,13 +226,16 @@ def _ends_of_tuple(steps: tuple[Step, ...], unit: float) -> tuple[bool, ...]:
     return (*ends[:-1], True) if ends else ()
 
 
-def orthogonalize(x: Tensor, steps: Sequence[Step], scratch: Scratch) -> Tensor:
-    """Iterates on matrices ``[B, M, N]`` of which no singular value is larger than 1.
+def orthogonalize(
+    x: Tensor, steps: Sequence[Step], scratch: Scratch, is_aol: bool = False
+) -> Tensor:
+    """Iterates on matrices ``[B, M, N]`` of which no norm is larger than 1.
 
-    Returns ``x`` or a tensor in the scratch, with the result. ``x`` is overwritten.
+    Returns ``x`` or a tensor in the scratch, with the result. ``x`` is overwritten. ``is_aol``: the
+    iteration begins with the AOL start.
     """
     spare = scratch.take("other", x.shape, x.dtype, x.device)
-    if _is_chained(x):
+    if _is_chained(x) and not is_aol:
         chain = Chain([x], [spare], steps)
         chain.take(scratch)
         return chain.run()[0]
@@ -227,7 +246,8 @@ def orthogonalize(x: Tensor, steps: Sequence[Step], scratch: Scratch) -> Tensor:
     if takes_gram_form(x.shape, x.dtype, steps):
         form, names = _gram_form, [*names, "product", "other product"]
     squares = [scratch.take(name, square, x.dtype, x.device) for name in names]
-    return form(x, spare, squares, steps)
+    start = _Aol(x, scratch) if is_aol else None
+    return form(x, spare, squares, steps, start)
 
 
 class Chain:
@@ -286,6 +306,42 @@ def normalize_rows(x: Tensor, moments: Tensor, beta2: float) -> None:
     x.mul_(factors * (whole / new.add_(_NORMUON_EPS)))
 
 
+class _Aol:
+    """The AOL start of matrices ``[B, M, N]``: the factors of their short side, and what has them.
+
+    The first run of steps has F A F for the Gram matrix A, and multiplies X by Q F.
+    """
+
+    def __init__(self, x: Tensor, scratch: Scratch) -> None:
+        self._is_tall = x.shape[1] > x.shape[2]
+        self._side = min(x.shape[1:])
+        wide = torch.promote_types(x.dtype, torch.float32)
+        shape = x.shape[0], self._side
+        self._factors = scratch.take("factors", shape, wide, x.device)
+        self._wide = None
+        if wide is not x.dtype:
+            self._wide = scratch.take("wide", (*shape, self._side), wide, x.device)
+
+    def gram(self, x: Tensor, out: Tensor) -> None:
+        """F A F, from x itself."""
+        pair = (x.mT, x) if self._is_tall else (x, x.mT)
+        torch.baddbmm(out, *pair, beta=0, alpha=self._side, out=out)
+        wide, factors = self._widened(out), self._factors
+        torch.linalg.vector_norm(wide, 1, dim=2, out=factors)
+        factors.clamp_(min=LEAST_SUM).rsqrt_()
+        out.copy_(wide.mul_(factors.unsqueeze(2)).mul_(factors.unsqueeze(1)))
+
+    def times(self, q: Tensor, x: Tensor, out: Tensor) -> None:
+        """Q F X. Overwrites Q."""
+        q.copy_(self._widened(q).mul_(self._factors.unsqueeze(2 if self._is_tall else 1)))
+        pair = (x, q) if self._is_tall else (q, x)
+        torch.baddbmm(out, *pair, beta=0, alpha=math.sqrt(self._side), out=out)
+
+    def _widened(self, square: Tensor) -> Tensor:
+        """The matrices in float32 at least: themselves or a copy."""
+        return square if self._wide is None else self._wide.copy_(square)
+
+
 def _gram(x: Tensor, out: Tensor) -> None:
     """The Gram matrix of the short side."""
     if x.shape[1] > x.shape[2]:
@@ -303,25 +359,39 @@ def _times(factor: Tensor, x: Tensor, own: float, out: Tensor) -> None:
         torch.bmm(*pair, out=out)
 
 
-def _usual_form(x: Tensor, spare: Tensor, squares: list[Tensor], steps: Sequence[Step]) -> Tensor:
+def _usual_form(
+    x: Tensor, spare: Tensor, squares: list[Tensor], steps: Sequence[Step], start: _Aol | None
+) -> Tensor:
     gram, polynomial = squares
     for a, b, c in steps:
-        _gram(x, out=gram)
+        if start:
+            start.gram(x, out=gram)
+        else:
+            _gram(x, out=gram)
         torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
-        _times(polynomial, x, a, out=spare)
+        if start:
+            polynomial.diagonal(dim1=1, dim2=2).add_(a)
+            start.times(polynomial, x, out=spare)
+            start = None
+        else:
+            _times(polynomial, x, a, out=spare)
         x, spare = spare, x
     return x
 
 
-def _gram_form(x: Tensor, spare: Tensor, squares: list[Tensor], steps: Sequence[Step]) -> Tensor:
+def _gram_form(
+    x: Tensor, spare: Tensor, squares: list[Tensor], steps: Sequence[Step], start: _Aol | None
+) -> Tensor:
     gram, polynomial, product, other = squares
     begins = True
     for (a, b, c), ends in zip(steps, _ends_of(steps, x.dtype), strict=True):
-        if begins:
+        if begins and start:
+            start.gram(x, out=gram)
+        elif begins:
             _gram(x, out=gram)
         # The step multiplies by a I + this. All these matrices are polynomials of one, and commute.
         torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
-        if begins and ends:
+        if begins and ends and not start:
             _times(polynomial, x, a, out=spare)
             x, spare = spare, x
             continue
@@ -335,6 +405,10 @@ def _gram_form(x: Tensor, spare: Tensor, squares: list[Tensor], steps: Sequence[
             torch.baddbmm(gram, gram, polynomial, beta=a, out=other)
             torch.baddbmm(other, other, polynomial, beta=a, out=gram)
             continue
-        _times(product, x, 0.0, out=spare)
+        if start:
+            start.times(product, x, out=spare)
+            start = None
+        else:
+            _times(product, x, 0.0, out=spare)
         x, spare = spare, x
     return x

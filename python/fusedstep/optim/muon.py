@@ -47,6 +47,16 @@ class Muon(MuonSteps, Adam):
     in place of the root, and ``"spectral_unclamped"`` has ``sqrt(rows / columns)``, which is below
     1 for wide matrices, of `Deriving Muon`_.
 
+    With ``ns_start="aol"`` the rows of x are scaled before the first step, as `Turbo-Muon`_ does;
+    the columns of a tall matrix, as the rows of its transpose::
+
+        s = sum(abs(x x'), of each row)
+        x = x / sqrt(max(s, 2**-20 / rows))
+
+    No singular value is above 1 then, and most are larger than before: they are nearer to 1 after
+    as many steps. The result belongs to the scaled matrix, whose singular vectors are others. Rows
+    of zeros stay zeros; rows far below the others, of 2**-10 of the root mean square, stay short.
+
     With ``rank_fraction`` a step orthogonalises a part of each matrix, as `Dion2`_ does::
 
         m = m + g
@@ -108,6 +118,9 @@ class Muon(MuonSteps, Adam):
             torch.float32 or torch.float64; None is float16 on GPUs of compute capability 9.0,
             float32 on CPUs without instructions for bfloat16, and bfloat16 elsewhere
             (default: None)
+        ns_start (str, optional): "norm" begins the iteration with the update divided by its norm;
+            "aol" scales the update's rows or columns as well, see above, for ``ns_steps=4`` in
+            place of 5 (default: "norm")
         cautious_decay (bool, optional): decay only elements that the update makes smaller, as
             `Cautious Weight Decay`_ does (default: False)
         normuon (bool, optional): give the rows of an update one size, as `NorMuon`_ does: each is
@@ -149,6 +162,8 @@ class Muon(MuonSteps, Adam):
         https://jeremybernste.in/writing/deriving-muon
     .. _The Polar Express:
         https://arxiv.org/abs/2505.16932
+    .. _Turbo-Muon:
+        https://arxiv.org/abs/2512.04632
     .. _NorMuon:
         https://arxiv.org/abs/2510.05491
     .. _Dion2:
@@ -187,6 +202,7 @@ class Muon(MuonSteps, Adam):
         split_sizes: tuple[int, ...] | None = None,
         stacked: bool | None = None,
         ns_dtype: torch.dtype | None = None,
+        ns_start: str = "norm",
         cautious_decay: bool = False,
         normuon: bool = False,
         rank_fraction: float | None = None,

@@ -14,7 +14,7 @@ from fusedstep import optim
 from fusedstep._matrix import newton_schulz
 from fusedstep._matrix.newton_schulz import Scratch, coefficients_of, orthogonalize
 from fusedstep.memory.plan import Choice, state_bytes
-from reference.muon import QUINTIC, iterated, muon
+from reference.muon import QUINTIC, almost_orthogonal, iterated, muon
 from support.matrices import SHAPES, assert_moved_alike, error, largest_allocation, parameters, step
 from support.stepping import WAYS
 
@@ -26,6 +26,11 @@ ERRORS = {
     torch.float16: 1e-2,
     torch.bfloat16: 8e-2,
 }
+
+#: Starts of the iteration, and how many times these errors they may have. The AOL start rounds the
+#: Gram matrix and the product of the first polynomials once more, and begins with singular values
+#: near 1, where the first polynomial of ``polar_express`` is steep.
+STARTS = {"norm": 1, "aol": 2.5}
 
 
 def trained(make, shapes=SHAPES, dtype=torch.float32, steps=3, **options):
@@ -53,10 +58,11 @@ def by_reference(shapes=SHAPES, steps=3, blocks=lambda w: [w], **options):
 # The iteration
 
 
+@pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("gram", [False, True], ids=["usual form", "Gram form"])
 @pytest.mark.parametrize("name", ["quintic", "polar_express"])
 @pytest.mark.parametrize("dtype", ERRORS, ids=str)
-def test_iterates_singular_values(dtype, name, gram, monkeypatch):
+def test_iterates_singular_values(dtype, name, gram, start, monkeypatch):
     monkeypatch.setattr(newton_schulz, "takes_gram_form", lambda *args: gram)
     generator = torch.Generator().manual_seed(3)
     for count in (1, 3, 5, 8):
@@ -64,9 +70,9 @@ def test_iterates_singular_values(dtype, name, gram, monkeypatch):
         for shape in ((2, 16, 64), (1, 64, 16), (3, 12, 30)):
             x = torch.randn(shape, generator=generator, dtype=torch.float64)
             x /= torch.linalg.matrix_norm(x)[:, None, None]
-            found = orthogonalize(x.to(dtype, copy=True), steps, Scratch())
-            expected = torch.stack([iterated(each, steps, 1e-7) for each in x])
-            assert error(found, expected) < ERRORS[dtype]
+            found = orthogonalize(x.to(dtype, copy=True), steps, Scratch(), start == "aol")
+            expected = torch.stack([iterated(each, steps, 1e-7, start) for each in x])
+            assert error(found, expected) < STARTS[start] * ERRORS[dtype]
 
 
 def values_down_to(power, generator):
@@ -92,11 +98,12 @@ VALUES_THAT_DIFFER = {
 }
 
 
+@pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("name", ["quintic", "polar_express"])
 @pytest.mark.parametrize("what", VALUES_THAT_DIFFER)
 @pytest.mark.parametrize("dtype", ERRORS, ids=str)
 def test_the_gram_form_errs_about_as_much_where_singular_values_differ(
-    dtype, what, name, monkeypatch
+    dtype, what, name, start, monkeypatch
 ):
     """What is lost from squares must not grow."""
     generator = torch.Generator().manual_seed(5)
@@ -104,20 +111,105 @@ def test_the_gram_form_errs_about_as_much_where_singular_values_differ(
     for count in (5, 8):
         steps = coefficients_of(name, count)
         for x in (make(generator) for _ in range(3)):
-            expected = iterated(x, steps, 1e-7)
+            expected = iterated(x, steps, 1e-7, start)
             x = (x / x.norm())[None]
             errors = []
             for gram in (False, True):
                 monkeypatch.setattr(newton_schulz, "takes_gram_form", lambda *args, g=gram: g)
-                found = orthogonalize(x.to(dtype, copy=True), steps, Scratch())[0]
+                found = orthogonalize(x.to(dtype, copy=True), steps, Scratch(), start == "aol")[0]
                 errors.append(error(found, expected))
-            assert errors[1] < max(times * errors[0], 1e-4 * (times > 5))
+            assert errors[1] < max(STARTS[start] * times * errors[0], 1e-4 * (times > 5))
+
+
+def orthogonal_rows(generator):
+    """Rows of length 1: the Gram matrix is diagonal, and the bound of the AOL start is reached."""
+    q, _ = torch.linalg.qr(torch.randn(64, 24, generator=generator, dtype=torch.float64))
+    return q.T
+
+
+def equal_rows(generator):
+    return torch.randn(1, 40, generator=generator, dtype=torch.float64).expand(16, 40)
+
+
+def rows_of_other_sizes(generator):
+    sizes = torch.logspace(0, -6, 24, dtype=torch.float64)
+    return sizes[:, None] * torch.randn(24, 200, generator=generator, dtype=torch.float64)
+
+
+#: Matrices, and whether F X has a singular value of 1.
+STARTED = {
+    "random": (lambda g: torch.randn(48, 144, generator=g, dtype=torch.float64), False),
+    "square": (lambda g: torch.randn(40, 40, generator=g, dtype=torch.float64), False),
+    "one row": (lambda g: torch.randn(1, 9, generator=g, dtype=torch.float64), True),
+    "orthogonal": (orthogonal_rows, True),
+    "equal": (equal_rows, True),
+    "rows of other sizes": (rows_of_other_sizes, False),
+    "to 1e-6": (functools.partial(values_down_to, -6), False),
+    "one far above": (functools.partial(one_far_above, 0.01), False),
+}
+
+
+@pytest.mark.parametrize("tall", [False, True], ids=["wide", "tall"])
+@pytest.mark.parametrize("what", STARTED)
+@pytest.mark.parametrize("dtype", ERRORS, ids=str)
+def test_the_aol_start_makes_no_singular_value_larger_than_1(dtype, what, tall):
+    """A step that multiplies by 1 leaves F X, in which no row is longer than 1."""
+    make, is_reached = STARTED[what]
+    x = make(torch.Generator().manual_seed(5))
+    x = (x.mT if tall and x.shape[0] != x.shape[1] else x).contiguous()[None]
+    x /= torch.linalg.matrix_norm(x)[:, None, None]
+    before = torch.linalg.matrix_norm(x.to(dtype).double(), 2).item()
+    step = 1.0, 1e-30, 1e-30  # torch 2.11 has NaN for products of bfloat16 times 0 on a CPU
+    found = orthogonalize(x.to(dtype, copy=True), [step], Scratch(), True).double()
+    largest = torch.linalg.matrix_norm(found, 2).item()
+    assert largest <= 1 + 4 * torch.finfo(dtype).eps
+    assert largest >= (1 if is_reached else before) * (1 - 8 * torch.finfo(dtype).eps)
+    expected = almost_orthogonal(x.to(dtype).double())
+    assert error(found, expected) < 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("fused", [None, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("dtype", ERRORS, ids=str)
+def test_rows_of_zeros_stay_zeros_under_the_aol_start(dtype, fused):
+    """The others are as if there were none; rows far below the others stay short."""
+    generator = torch.Generator().manual_seed(6)
+    grad = torch.randn(12, 40, generator=generator)
+    grad[3] = 0
+    grad[5] *= 1e-8
+    param = torch.nn.Parameter(torch.zeros(12, 40, dtype=torch.float64))
+    grad = grad.double()
+    options = {"momentum": 0.0, "weight_decay": 0.0, "fused": fused, "ns_dtype": dtype}
+    optimizer = optim.Muon([param], lr=1.0, ns_start="aol", ns_steps=4, **options)
+    param.grad = grad
+    optimizer.step()
+    found = param.detach()
+    assert found.isfinite().all()
+    assert not found[3].any()
+    assert found[5].norm() < 0.01
+    rest = [i for i in range(12) if i not in (3, 5)]
+    expected = iterated(grad[rest], [QUINTIC] * 4, 1e-7, "aol")
+    # The short row is there, with 1e-8 of the size of the others.
+    assert error(-found[rest], expected) < max(2 * STARTS["aol"] * ERRORS[dtype], 1e-7)
+
+
+@pytest.mark.parametrize("fused", [None, False], ids=["fused", "unfused"])
+def test_no_update_at_all_moves_nothing_under_the_aol_start(fused):
+    params = parameters([(8, 24), (24, 8)])
+    optimizer = optim.Muon(params, ns_start="aol", weight_decay=0.0, fused=fused)
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert all(p.equal(q) for p, q in zip(params, parameters([(8, 24), (24, 8)]), strict=True))
+
+
+def of_aol(params, **options):
+    return optim.Muon(params, ns_start="aol", **options)
 
 
 @pytest.mark.parametrize("exponent", [-13, 13])
 @pytest.mark.parametrize("fused", [None, False], ids=["fused", "unfused"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("build", [optim.Muon, optim.MuSGD], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", [optim.Muon, optim.MuSGD, of_aol], ids=lambda each: each.__name__)
 def test_gradients_of_any_size_move_a_weight_alike_in_float16(build, dtype, fused, exponent):
     """Norms beyond 65,504 and numbers below 6e-5 are not those of float16."""
     generator = torch.Generator().manual_seed(8)
@@ -197,6 +289,17 @@ def test_arguments_and_defaults_are_torchs_in_its_order():
         ({"ns_coefficients": (2, -1.5, 0.5)}, {"coefficients": [(2, -1.5, 0.5)] * 5}),
         ({"cautious_decay": True, "weight_decay": 5.0}, {"cautious": True, "weight_decay": 5.0}),
         ({"normuon": True}, {"beta2": 0.95}),
+        ({"ns_start": "norm"}, {}),
+        ({"ns_start": "aol"}, {"iterate": functools.partial(iterated, start="aol")}),
+        (
+            {"ns_start": "aol", "ns_steps": 4, "normuon": True, "eps": 1e3},
+            {
+                "iterate": functools.partial(iterated, start="aol"),
+                "coefficients": [QUINTIC] * 4,
+                "beta2": 0.95,
+                "eps": 1e3,
+            },
+        ),
         (
             {"normuon": True, "beta2": 0.6, "cautious_decay": True, "weight_decay": 5.0},
             {"beta2": 0.6, "cautious": True, "weight_decay": 5.0},
@@ -451,7 +554,15 @@ def test_bfloat16_without_nesterov_leaves_the_average_alone(fused):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"ns_dtype": torch.bfloat16}, {"ns_dtype": torch.float32}, {"nesterov": False}],
+    [
+        {},
+        {"ns_dtype": torch.bfloat16},
+        {"ns_dtype": torch.float32},
+        {"nesterov": False},
+        {"ns_start": "aol"},
+        {"ns_start": "aol", "ns_dtype": torch.float32},
+        {"ns_start": "aol", "ns_dtype": torch.float16},
+    ],
     ids=str,
 )
 def test_a_step_allocates_nothing_of_a_weights_size(options):
@@ -469,6 +580,7 @@ CHANGES = {
     "an option": lambda params, optimizer: optimizer.param_groups[0].update(
         adjust_lr_fn="match_rms_adamw"
     ),
+    "a start": lambda params, optimizer: optimizer.param_groups[0].update(ns_start="aol"),
     "a fraction": lambda params, optimizer: optimizer.param_groups[0].update(rank_fraction=0.5),
     "sizes of parts": lambda params, optimizer: optimizer.param_groups[0].update(
         split_sizes=(6, 2)
@@ -753,6 +865,9 @@ def test_steps_under_torch_compile_and_a_dispatch_mode():
         ({"adjust_lr_fn": "rms"}, "adjust_lr_fn must be None, 'original', 'match_rms_adamw' or"),
         ({"ns_steps": 100}, "ns_steps must be an int from 0 to 99, not 100"),
         ({"ns_steps": 2.5}, "ns_steps must be an int"),
+        ({"ns_start": "spectral"}, "ns_start must be 'norm' or 'aol', not 'spectral'"),
+        ({"ns_start": None}, "ns_start must be 'norm' or 'aol', not None"),
+        ({"ns_start": "aol", "ns_steps": 0}, "ns_start='aol' needs ns_steps of at least 1"),
         ({"ns_dtype": torch.int8}, "ns_dtype must be None, torch.bfloat16"),
         ({"split_heads": 0}, "split_heads must be an int of at least 1"),
         ({"split_heads": 5}, "parameter 0 of group 0 has matrices of 24 rows, which split_heads=5"),
@@ -819,7 +934,7 @@ def test_weights_that_are_no_matrices(weight, message):
     assert (named[0][1] == 1).all()
 
 
-@pytest.mark.parametrize("name", ["ns_coefficients", "adjust_lr_fn", "split_sizes"])
+@pytest.mark.parametrize("name", ["ns_coefficients", "adjust_lr_fn", "split_sizes", "ns_start"])
 def test_a_bad_option_at_a_step_changes_nothing(name):
     params = parameters([(12, 8), (8,)])
     groups = [{"params": params[1:], "use_muon": False}, {"params": params[:1]}]

@@ -194,7 +194,13 @@ def test_a_group_has_factors_of_its_own():
 @pytest.mark.parametrize("fused", [None, False])
 @pytest.mark.parametrize(
     "own",
-    [{"rank_fraction": 0.5}, {"split_heads": 2}, {"normuon": True}, {"cautious_decay": "no"}],
+    [
+        {"rank_fraction": 0.5},
+        {"split_heads": 2},
+        {"normuon": True},
+        {"cautious_decay": "no"},
+        {"ns_start": "aol"},
+    ],
     ids=str,
 )
 def test_options_of_muon_alone_are_the_users_own_keys(own, fused):

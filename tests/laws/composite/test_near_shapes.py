@@ -47,6 +47,13 @@ def test_batches_are_padded_to_the_largest_sides(joins, monkeypatch):
     assert seen == [wide, tall, long] if joins else len(seen) == 8
 
 
+def test_no_matrix_is_padded_whose_shorter_side_is_scaled(joins, monkeypatch):
+    """Zeros may make a tall matrix a wide one, whose rows would be scaled for its columns."""
+    seen = batches(monkeypatch)
+    trained(steps=1, ns_start="aol")
+    assert len(seen) == 8
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -54,6 +61,7 @@ def test_batches_are_padded_to_the_largest_sides(joins, monkeypatch):
         {"adjust_lr_fn": "match_rms_adamw", "nesterov": False},
         {"cautious_decay": True, "weight_decay": 0.5, "maximize": True},
         {"ns_coefficients": "polar_express", "ns_steps": 8},
+        {"ns_start": "aol"},
     ],
     ids=str,
 )

@@ -1,6 +1,7 @@
 """Dion2: a step of Muon that orthogonalizes the rows or columns with the largest norms alone."""
 
 import copy
+import functools
 import io
 import math
 
@@ -13,6 +14,7 @@ from fusedstep._matrix.chosen import Chosen, largest, norms_of
 from fusedstep._matrix.newton_schulz import has_engine
 from fusedstep._native import ops
 from reference.dion2 import dion2
+from reference.muon import iterated
 from support.matrices import assert_moved_alike, error, largest_allocation, parameters, step
 from support.stepping import WAYS
 
@@ -81,6 +83,7 @@ def by_reference(shapes=SHAPES, steps=4, sign=1, **options):
         ({"maximize": True}, {"sign": -1}),
         ({"normuon": True}, {"beta2": 0.95}),
         ({"normuon": True, "beta2": 0.6, "rank_fraction": 0.5}, {"beta2": 0.6, "fraction": 0.5}),
+        ({"ns_start": "aol"}, {"iterate": functools.partial(iterated, start="aol")}),
     ],
     ids=lambda options: ", ".join(map(str, options)) or "defaults",
 )

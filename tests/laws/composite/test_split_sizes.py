@@ -89,6 +89,7 @@ def test_parts_step_as_weights_of_their_own(cls, options, device, fused):
         {"adjust_lr_fn": "spectral_unclamped", "ns_coefficients": "polar_express"},
         {"cautious_decay": True, "weight_decay": 5.0},
         {"normuon": True},
+        {"ns_start": "aol", "ns_steps": 4},
         {"normuon": True, "dtype": torch.bfloat16, "bound": 1e-2},
     ],
     ids=str,
