@@ -2,6 +2,7 @@
 #include "cpu_kernels/products.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "cpu_kernels/tile_forms.h"
 #include "cpu_kernels/tile_products.h"
@@ -91,6 +92,45 @@ void multiply(const Product& product, const Square& square) {
   }
 }
 
+// Each row is summed in one order.
+void find_factors(const RowFactors& factors, const Square& square) {
+  const int64_t depth = factors.rows, first = (square.matrix * depth + square.i) * kBlockSide;
+  for (int64_t row = first; row < first + square.rows * kBlockSide; ++row) {
+    const BFloat16Bits* tile =
+        factors.left + (row / kTileSide * depth) * kTileNumbers + row % kTileSide * kBlockSide;
+    float sums[kBlockSide] = {};
+    for (int64_t k = 0; k < depth; ++k, tile += kTileNumbers) {
+      for (int64_t c = 0; c < kBlockSide; ++c) sums[c] += std::fabs(widened(tile[c]));
+    }
+    float sum = 0;
+    for (const float each : sums) sum += each;
+    // A comparison that is false for NaN: a sum that is NaN stays.
+    factors.to[row] = 1 / std::sqrt(sum < factors.least ? factors.least : sum);
+  }
+}
+
+void scale(const Scaling& scaling, const Square& square) {
+  const int64_t rows = scaling.rows, columns = scaling.columns;
+  const BFloat16Bits* const left = scaling.left + square.matrix * rows * columns * kBlockNumbers;
+  const float* const factors = scaling.factors + square.matrix * columns * kBlockSide;
+  for (int64_t i = square.i; i < square.i + square.rows; ++i) {
+    for (int64_t j = square.j; j < square.j + square.columns; ++j) {
+      Block block;
+      for (int64_t half = 0; half < 2; ++half) {
+        copy_tile(left + ((2 * i + half) * columns + j) * kTileNumbers, block.at[half * kTileSide]);
+      }
+      for (int64_t r = 0; r < kBlockSide; ++r) {
+        // One product of two factors: a symmetric matrix stays one.
+        const float own = scaling.has_rows ? factors[i * kBlockSide + r] : 1;
+        for (int64_t c = 0; c < kBlockSide; ++c) {
+          block.at[r][c] = rounded(widened(block.at[r][c]) * (own * factors[j * kBlockSide + c]));
+        }
+      }
+      write_forms(block, scaling.to, rows, columns, square.matrix, i, j);
+    }
+  }
+}
+
 #define FUSEDSTEP_STRING_(x) #x
 #define FUSEDSTEP_STRING(x) FUSEDSTEP_STRING_(x)
 
@@ -103,6 +143,8 @@ const ProductKernels kProducts = {FUSEDSTEP_STRING(FUSEDSTEP_ISA),
                                   pack,
                                   multiply,
                                   pack_wide,
-                                  multiply_wide};
+                                  multiply_wide,
+                                  find_factors,
+                                  scale};
 
 }  // namespace fusedstep::cpu::FUSEDSTEP_ISA

@@ -66,6 +66,25 @@ struct Product {
   bool plain_is_transposed = false;
 };
 
+// The factors 1 / sqrt(max(sum_j |A_ij|, least)) of symmetric matrices, a number for each row with its
+// padding. The rows' sides are given in blocks; `columns` is 1: a part has whole rows.
+struct RowFactors {
+  int64_t rows = 0, columns = 1;
+  const BFloat16Bits* left = nullptr;
+  float* to = nullptr;
+  float least = 0;
+};
+
+// A block of a square matrix, times the factors of its columns, or of its rows and columns, rounded once. It
+// is read as a left operand, and may be written where it is read.
+struct Scaling {
+  int64_t rows = 0, columns = 0;
+  const BFloat16Bits* left = nullptr;
+  const float* factors = nullptr;
+  bool has_rows = false;
+  PackedForms to;
+};
+
 // A float32 operand of a product: a matrix that lies in memory by rows, or its transpose.
 struct WideMatrix {
   const float* data = nullptr;
@@ -121,6 +140,8 @@ struct ProductKernels {
   void (*multiply)(const Product&, const Square&);
   void (*pack_wide)(const WidePacking&, const Square&);
   void (*multiply_wide)(const WideProduct&, const Square&);
+  void (*find_factors)(const RowFactors&, const Square&);
+  void (*scale)(const Scaling&, const Square&);
 };
 
 namespace base {

@@ -17,10 +17,19 @@ constexpr bool is_square(ChainOperand operand) { return operand >= ChainOperand:
 enum class ChainKind : uint8_t {
   kGram,    // C = A A', or A' A where that is the smaller one; B is A
   kSquare,  // C = alpha A B + beta D, of symmetric matrices that commute: C is symmetric
-  kWhole,   // C = A B + beta D, or B A + beta D where A is of the columns; A is symmetric, B and D are X or Y
+  // C = alpha A B + beta D, or alpha B A + beta D where A is of the columns; B and D are X or Y. A is
+  // symmetric, or the columns of a symmetric A are scaled: of the columns its transpose is taken.
+  kWhole,
+  // What follows scales matrices by the factors of their batch, a float32 number for each row.
+  kFactors,    // the factors 1 / sqrt(max(sum_j |A_ij|, kLeastRowSum)) of a symmetric A
+  kScaleBoth,  // C = F A F, where F has the factors on its diagonal, and C is A
+  kScale,      // C = A F, where C is A
 };
 
-// A product. Without a D its factor is 0. C is neither A nor B.
+// Sums of rows are taken for no less, so that factors are at most 2^10.
+constexpr float kLeastRowSum = 0x1p-20f;
+
+// A product, or a scaling. Without a D its factor is 0. C of a product is neither A nor B.
 struct ChainProduct {
   ChainKind kind;
   ChainOperand a, b, c, d;
@@ -28,7 +37,7 @@ struct ChainProduct {
   // so that they cancel where both are factors of one product.
   ChainOperand shifted;
   float alpha, beta, shift;
-  int level;  // products of one level may be computed at the same time
+  int level;  // those of one level may be computed at the same time
 };
 
 // Matrices [M, N] of one shape, contiguous, of 16-bit numbers, and what a chain does with them.
@@ -38,6 +47,12 @@ struct ChainBatch {
   std::span<const ChainProduct> products;      // by level
 
   int64_t side() const { return rows < columns ? rows : columns; }
+  bool has_factors() const {
+    for (const ChainProduct& product : products) {
+      if (product.kind == ChainKind::kFactors) return true;
+    }
+    return false;
+  }
 };
 
 }  // namespace fusedstep

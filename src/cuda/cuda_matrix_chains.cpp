@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cuda_kernels/matrix_products.h"
+#include "cuda_kernels/matrix_scalings.h"
 #include "src/cuda/memory.h"
 #include "src/run/backend.h"
 
@@ -59,10 +60,18 @@ int depth_of(const ChainBatch& batch, ChainKind kind) {
 // Rows of the symmetric matrices of a batch are so far apart.
 int64_t square_stride(const ChainBatch& batch) { return (batch.side() + 7) / 8 * 8; }
 
-int64_t square_bytes(const ChainBatch& batch) {
+int64_t aligned(int64_t bytes) {
   constexpr int64_t kAlignment = 256;
-  const int64_t bytes = batch.count * batch.side() * square_stride(batch) * kNumberBytes;
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+int64_t square_bytes(const ChainBatch& batch) {
+  return aligned(batch.count * batch.side() * square_stride(batch) * kNumberBytes);
+}
+
+int64_t factor_bytes(const ChainBatch& batch) {
+  if (!batch.has_factors()) return 0;
+  return aligned(batch.count * square_stride(batch) * static_cast<int64_t>(sizeof(float)));
 }
 
 // Calls use(operand) for the symmetric matrices that a chain has.
@@ -81,16 +90,19 @@ int64_t workspace_bytes(std::span<const ChainBatch> batches) {
   int64_t bytes = 0;
   for (const ChainBatch& batch : batches) {
     each_square(batch, [&](ChainOperand) { bytes += square_bytes(batch); });
+    bytes += factor_bytes(batch);
   }
   return bytes;
 }
 
-// A batch, and the maps of its operands, of which the symmetric ones lie from `workspace` on.
+// A batch, and the maps of its operands. Its symmetric matrices and factors lie from `workspace` on.
 struct Mapped {
   const ChainBatch* batch;
   std::array<CUtensorMap, kChainOperands> maps;
+  std::array<void*, kChainOperands> squares;
+  float* factors;
 
-  Mapped(const ChainBatch& of, bool is_bfloat16, std::byte*& workspace) : batch(&of), maps{} {
+  Mapped(const ChainBatch& of, bool is_bfloat16, std::byte*& workspace) : batch(&of), maps{}, squares{} {
     for (const ChainOperand whole : {ChainOperand::kX, ChainOperand::kY}) {
       void* const data = of.operands[index_of(whole)];
       if (reinterpret_cast<uintptr_t>(data) % kWordBytes != 0 ||
@@ -102,8 +114,11 @@ struct Mapped {
     const int64_t side = of.side();
     each_square(of, [&](ChainOperand square) {
       maps[index_of(square)] = map_of(workspace, of.count, side, side, square_stride(of), is_bfloat16);
+      squares[index_of(square)] = workspace;
       workspace += square_bytes(of);
     });
+    factors = reinterpret_cast<float*>(workspace);
+    workspace += factor_bytes(of);
   }
   const CUtensorMap& map(ChainOperand operand) const { return maps[index_of(operand)]; }
 
@@ -140,7 +155,54 @@ struct Mapped {
     made.tiles = product_tiles(made);
     return made;
   }
+
+  SquareMatrices scaled(ChainOperand square) const {
+    const int64_t side = batch->side();
+    return {squares[index_of(square)],
+            factors,
+            batch->count * side,
+            static_cast<int>(side),
+            static_cast<int>(square_stride(*batch)),
+            0};
+  }
 };
+
+using Level = std::vector<std::pair<const Mapped*, const ChainProduct*>>;
+
+void launch_products_of(Level& level, bool is_bfloat16, int device, Queue queue) {
+  // Those that take longest first: what is left for the end is short.
+  std::ranges::stable_sort(level, std::greater(),
+                           [](const auto& each) { return depth_of(*each.first->batch, each.second->kind); });
+  ProductLaunch launch{};
+  launch.queue = queue;
+  for (size_t first = 0; first < level.size(); first += ProductLaunch::kMostProducts) {
+    launch.count = 0;
+    launch.tiles = 0;
+    for (size_t i = first; i < std::min(first + ProductLaunch::kMostProducts, level.size()); ++i) {
+      const auto& [each, product] = level[i];
+      MatrixProduct& made = launch.products[launch.count++] = each->product(*product);
+      made.first_tile = launch.tiles;
+      launch.tiles += made.tiles * static_cast<uint32_t>(each->batch->count);
+    }
+    launch_products(launch, is_bfloat16, device);
+  }
+}
+
+void launch_scalings_of(const Level& level, ChainKind kind, bool is_bfloat16, Queue queue) {
+  ScalingLaunch launch{};
+  launch.queue = queue;
+  launch.has_rows = kind == ChainKind::kScaleBoth;
+  for (size_t first = 0; first < level.size(); first += ScalingLaunch::kMostBatches) {
+    launch.count = 0;
+    launch.blocks = 0;
+    for (size_t i = first; i < std::min(first + ScalingLaunch::kMostBatches, level.size()); ++i) {
+      SquareMatrices& made = launch.batches[launch.count++] = level[i].first->scaled(level[i].second->a);
+      made.first_block = launch.blocks;
+      launch.blocks += static_cast<uint32_t>((made.rows + kScalingRows - 1) / kScalingRows);
+    }
+    (kind == ChainKind::kFactors ? launch_factors : launch_scaling)(launch, is_bfloat16);
+  }
+}
 
 bool are_taken(int device) { return has_matrix_products(device); }
 
@@ -153,31 +215,22 @@ void run(int device, bool is_bfloat16, std::span<const ChainBatch> batches, std:
     mapped.emplace_back(batch, is_bfloat16, workspace);
     if (!batch.products.empty()) levels = std::max(levels, batch.products.back().level + 1);
   }
-  ProductLaunch launch{};
-  launch.queue = {current_stream(device), can_start_early(device)};
-  std::vector<std::pair<const Mapped*, const ChainProduct*>> together;
+  const Queue queue = {current_stream(device), can_start_early(device)};
+  constexpr std::array kScalings = {ChainKind::kFactors, ChainKind::kScaleBoth, ChainKind::kScale};
   for (int level = 0; level < levels; ++level) {
-    together.clear();
+    Level products;
+    std::array<Level, kScalings.size()> scalings;
     for (const Mapped& each : mapped) {
       for (const ChainProduct& product : each.batch->products) {
-        if (product.level == level) together.emplace_back(&each, &product);
+        if (product.level != level) continue;
+        const auto* const found = std::ranges::find(kScalings, product.kind);
+        (found == kScalings.end() ? products : scalings[found - kScalings.begin()])
+            .emplace_back(&each, &product);
       }
     }
-    // Those that take longest first: what is left for the end is short.
-    std::ranges::stable_sort(together, std::greater(), [](const auto& each) {
-      return depth_of(*each.first->batch, each.second->kind);
-    });
-    for (size_t first = 0; first < together.size(); first += ProductLaunch::kMostProducts) {
-      launch.count = 0;
-      launch.tiles = 0;
-      for (size_t i = first; i < std::min(first + ProductLaunch::kMostProducts, together.size()); ++i) {
-        const auto& [each, product] = together[i];
-        MatrixProduct& made = launch.products[launch.count++] = each->product(*product);
-        made.first_tile = launch.tiles;
-        launch.tiles += made.tiles * static_cast<uint32_t>(each->batch->count);
-      }
-      launch_products(launch, is_bfloat16, device);
-    }
+    for (size_t i = 0; i < kScalings.size(); ++i)
+      launch_scalings_of(scalings[i], kScalings[i], is_bfloat16, queue);
+    launch_products_of(products, is_bfloat16, device, queue);
   }
   check(cudaGetLastError(), "launching matrix products, or in a kernel before them");
 }

@@ -41,9 +41,10 @@ struct Chains {
   std::vector<ChainBatch> batches;
   std::vector<std::vector<ChainProduct>> products;
 
-  // `numbers`: a, b and c of each step. `ends`: a bool for each step of each batch.
-  Chains(const std::vector<TensorView>& x, const std::vector<double>& numbers,
-         const std::vector<bool>& ends) {
+  // `numbers`: a, b and c of each step. `ends`: a bool for each step of each batch. `is_aol`: whether the
+  // iteration begins with rows or columns that are scaled.
+  Chains(const std::vector<TensorView>& x, const std::vector<double>& numbers, const std::vector<bool>& ends,
+         bool is_aol) {
     const size_t count = numbers.size() / kCoefficients;
     check(numbers.size() % kCoefficients == 0, "steps must be three numbers for each step");
     check(ends.size() == x.size() * count, "ends must be one bool for each step of each batch");
@@ -54,8 +55,8 @@ struct Chains {
         steps.push_back({of_step[0], of_step[1], of_step[2], ends[i * count + k]});
       }
       check(steps.empty() || steps.back().ends, "the last step of each batch must be one that ends a run");
-      products.push_back(newton_schulz_chain(steps));
       batches.push_back({x[i].sizes[0], x[i].sizes[1], x[i].sizes[2], {}, {}});
+      products.push_back(newton_schulz_chain(steps, is_aol ? batches.back().side() : 0));
     }
     for (size_t i = 0; i < x.size(); ++i) batches[i].products = products[i];
   }
@@ -66,19 +67,19 @@ int64_t workspace_bytes(int device, std::span<const ChainBatch> batches) {
 }
 
 int64_t newton_schulz_workspace(const Tensors& x, const std::vector<double>& steps,
-                                const std::vector<bool>& ends) {
+                                const std::vector<bool>& ends, bool is_aol) {
   if (x.empty()) return 0;
   const std::vector<TensorView> found = batch_views(x, "x");
-  return workspace_bytes(found[0].device, Chains(found, steps, ends).batches);
+  return workspace_bytes(found[0].device, Chains(found, steps, ends, is_aol).batches);
 }
 
 // Both kinds of device, once the operands fit together.
 void newton_schulz(const Tensors& x, const Tensors& y, const Tensor& workspace,
-                   const std::vector<double>& steps, const std::vector<bool>& ends) {
+                   const std::vector<double>& steps, const std::vector<bool>& ends, bool is_aol) {
   if (x.empty()) return;
   const std::vector<TensorView> from = batch_views(x, "x"), to = batch_views(y, "y");
   check(from.size() == to.size(), "y must have as many batches as x");
-  Chains chains(from, steps, ends);
+  Chains chains(from, steps, ends, is_aol);
   const int device = from[0].device;
   check(to[0].device == device && to[0].dtype == from[0].dtype, "y must be of the dtype and device of x");
   for (size_t i = 0; i < from.size(); ++i) {
@@ -111,9 +112,9 @@ bool has_chains(int64_t device) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
   m.def(
-      "newton_schulz(Tensor(a!)[] x, Tensor(b!)[] y, Tensor(c!) workspace, float[] steps, bool[] ends) -> "
-      "()");
-  m.def("newton_schulz_workspace(Tensor[] x, float[] steps, bool[] ends) -> int");
+      "newton_schulz(Tensor(a!)[] x, Tensor(b!)[] y, Tensor(c!) workspace, float[] steps, bool[] ends, "
+      "bool is_aol) -> ()");
+  m.def("newton_schulz_workspace(Tensor[] x, float[] steps, bool[] ends, bool is_aol) -> int");
   m.def("has_chains(int device) -> bool");
 }
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) {

@@ -59,6 +59,7 @@ int64_t cost_of(const ProductChain::Task& task, const cpu::Square& square) {
     return blocks * (kPacked + products * kMultiplied * wide->depth) +
            (wide->left_is_packed() ? square.columns : square.rows) * wide->depth * kPacked;
   }
+  if (const auto* factors = std::get_if<cpu::RowFactors>(&task)) return blocks * factors->rows * kPacked;
   const auto* product = std::get_if<cpu::Product>(&task);
   if (product == nullptr) return blocks * kPacked;
   const bool is_cut = product->is_symmetric && square.i == square.j;
@@ -94,6 +95,8 @@ struct Work {
     if (const auto* packing = std::get_if<cpu::WidePacking>(part.task)) kernels.pack_wide(*packing, square);
     if (const auto* wide = std::get_if<cpu::WideProduct>(part.task)) kernels.multiply_wide(*wide, square);
     if (const auto* packing = std::get_if<cpu::Packing>(part.task)) kernels.pack(*packing, square);
+    if (const auto* factors = std::get_if<cpu::RowFactors>(part.task)) kernels.find_factors(*factors, square);
+    if (const auto* scaling = std::get_if<cpu::Scaling>(part.task)) kernels.scale(*scaling, square);
   }
 };
 

@@ -11,7 +11,8 @@ namespace fusedstep {
 
 class ProductChain {
  public:
-  using Task = std::variant<cpu::Packing, cpu::Product, cpu::WidePacking, cpu::WideProduct>;
+  using Task = std::variant<cpu::Packing, cpu::Product, cpu::WidePacking, cpu::WideProduct, cpu::RowFactors,
+                            cpu::Scaling>;
 
   // Adds a task over so many matrices to a stage. Tasks of one stage write nothing that another task of the
   // stage reads or writes.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <utility>
 
 namespace fusedstep {
@@ -38,8 +39,13 @@ class Chain {
   std::array<int, kChainOperands> written_ = kNever, read_ = kNever;
 };
 
-ChainProduct gram_of(Operand x, Operand gram) {
-  return {ChainKind::kGram, x, x, gram, Operand::kNone, Operand::kNone, 1, 0, 0, 0};
+ChainProduct gram_of(Operand x, Operand gram, double alpha) {
+  return {ChainKind::kGram, x, x, gram, Operand::kNone, Operand::kNone, static_cast<float>(alpha), 0, 0, 0};
+}
+
+// A scaling of a matrix in place, or factors of a matrix, which is only read.
+ChainProduct scaling(ChainKind kind, Operand a, Operand c) {
+  return {kind, a, Operand::kNone, c, Operand::kNone, Operand::kNone, 1, 0, 0, 0};
 }
 
 // C = alpha A B + beta D.
@@ -50,16 +56,20 @@ ChainProduct square(Operand a, Operand b, Operand c, Operand d, double beta, dou
 
 }  // namespace
 
-std::vector<ChainProduct> newton_schulz_chain(std::span<const NewtonSchulzStep> steps) {
+std::vector<ChainProduct> newton_schulz_chain(std::span<const NewtonSchulzStep> steps, int64_t aol_side) {
   Chain chain;
   Operand x = Operand::kX, y = Operand::kY, q = Operand::kS2, next_q = Operand::kS4;
   const Operand gram = Operand::kS0, p = Operand::kS1, middle = Operand::kS3;
-  bool begins = true;
+  bool begins = true, is_scaled = aol_side > 0;  // in the first run
   for (const auto& [a, b, c, ends] : steps) {
-    const bool is_alone = begins && ends;
-    if (begins) chain.add(gram_of(x, gram));
+    const bool is_alone = begins && ends && !is_scaled;
+    if (begins) chain.add(gram_of(x, gram, is_scaled ? static_cast<double>(aol_side) : 1));
+    if (begins && is_scaled) {
+      chain.add(scaling(ChainKind::kFactors, gram, Operand::kNone));
+      chain.add(scaling(ChainKind::kScaleBoth, gram, gram));
+    }
     ChainProduct polynomial = square(gram, gram, p, gram, b, c);
-    if (begins && !ends) {
+    if (begins && !is_alone) {
       polynomial.shifted = q;
       polynomial.shift = static_cast<float>(a);
     }
@@ -75,8 +85,11 @@ std::vector<ChainProduct> newton_schulz_chain(std::span<const NewtonSchulzStep> 
     if (ends) {
       const Operand d = is_alone ? x : Operand::kNone;
       const auto beta = static_cast<float>(is_alone ? a : 0);
-      chain.add({ChainKind::kWhole, is_alone ? p : q, x, y, d, Operand::kNone, 1, beta, 0, 0});
+      const float alpha = is_scaled ? std::sqrt(static_cast<float>(aol_side)) : 1;
+      if (is_scaled) chain.add(scaling(ChainKind::kScale, q, q));
+      chain.add({ChainKind::kWhole, is_alone ? p : q, x, y, d, Operand::kNone, alpha, beta, 0, 0});
       std::swap(x, y);
+      is_scaled = false;
     }
     begins = ends;
   }

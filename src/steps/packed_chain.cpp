@@ -35,13 +35,21 @@ Forms forms_read(std::span<const ChainProduct> products, size_t from, ChainOpera
   return forms;
 }
 
-// Where an operand lies, in the forms that are ever read.
-using Places = std::array<cpu::PackedForms, kChainOperands>;
+// Where operands lie, in the forms that are ever read, and the factors of the batch.
+struct Places {
+  std::array<cpu::PackedForms, kChainOperands> of;
+  float* factors = nullptr;
+};
 
 // Lays the operands of a batch into memory from number `at` on, which it moves to their end.
 Places lay_out(const ChainBatch& batch, BFloat16Bits* memory, int64_t& at) {
   const int64_t rows = blocks_of(batch.side()), columns = blocks_of(std::max(batch.rows, batch.columns));
   Places places;
+  if (batch.has_factors()) {
+    constexpr int64_t kNumbers = sizeof(float) / sizeof(BFloat16Bits);
+    places.factors = reinterpret_cast<float*>(memory + at);
+    at += batch.count * rows * cpu::kBlockSide * kNumbers;
+  }
   const auto take = [&](BFloat16Bits*& to, bool is_read, int64_t blocks) {
     if (is_read) to = memory + std::exchange(at, at + batch.count * blocks * cpu::kBlockNumbers);
   };
@@ -64,11 +72,11 @@ Places lay_out(const ChainBatch& batch, BFloat16Bits* memory, int64_t& at) {
   take(whole.transposed_right, x.transposed_right || y.transposed_right, rows * columns);
   for (int i = index_of(ChainOperand::kX); i < kChainOperands; ++i) {
     if (is_square(static_cast<ChainOperand>(i))) {
-      take(places[i].left, read[i].left, rows * rows);
-      take(places[i].right, read[i].right, rows * rows);
+      take(places.of[i].left, read[i].left, rows * rows);
+      take(places.of[i].right, read[i].right, rows * rows);
     } else {
-      places[i] = whole;
-      take(places[i].right, read[i].right, rows * columns);
+      places.of[i] = whole;
+      take(places.of[i].right, read[i].right, rows * columns);
     }
   }
   return places;
@@ -88,7 +96,10 @@ class Batch {
   void add() {
     if (batch_.products.empty()) return;
     pack();
-    for (size_t i = 0; i < batch_.products.size(); ++i) add(batch_.products[i], i + 1);
+    for (size_t i = 0; i < batch_.products.size(); ++i) {
+      const ChainProduct& each = batch_.products[i];
+      tasks_.add(static_cast<size_t>(each.level) + 1, batch_.count, task_of(each, i + 1));
+    }
   }
 
  private:
@@ -99,7 +110,7 @@ class Batch {
   // The places of an operand's forms that are read before it is written again.
   cpu::PackedForms places_read(ChainOperand operand, size_t from) const {
     const Forms forms = forms_read(batch_.products, from, operand);
-    const cpu::PackedForms& all = places_[index_of(operand)];
+    const cpu::PackedForms& all = places_.of[index_of(operand)];
     cpu::PackedForms some;
     if (forms.left) some.left = all.left;
     if (forms.right) some.right = all.right;
@@ -121,18 +132,32 @@ class Batch {
   }
 
   // `next`: the number of the product after this one.
-  void add(const ChainProduct& of, size_t next) {
+  ProductChain::Task task_of(const ChainProduct& of, size_t next) const {
+    const BFloat16Bits* const left = places_.of[index_of(of.a)].left;
+    switch (of.kind) {
+      case ChainKind::kFactors:
+        return cpu::RowFactors{rows_, 1, left, places_.factors, kLeastRowSum};
+      case ChainKind::kScale:
+      case ChainKind::kScaleBoth:
+        return cpu::Scaling{
+            rows_, rows_, left, places_.factors, of.kind == ChainKind::kScaleBoth, places_read(of.c, next)};
+      default:
+        return product_of(of, next);
+    }
+  }
+
+  cpu::Product product_of(const ChainProduct& of, size_t next) const {
     cpu::Product product;
     const bool is_gram = of.kind == ChainKind::kGram, is_whole = of.kind == ChainKind::kWhole;
     product.rows = rows_;
     product.columns = is_whole ? columns_ : rows_;
     product.depth = is_gram ? columns_ : rows_;
-    product.left = places_[index_of(of.a)].left;
-    const cpu::PackedForms& b = places_[index_of(of.b)];
+    product.left = places_.of[index_of(of.a)].left;
+    const cpu::PackedForms& b = places_.of[index_of(of.b)];
     product.right = is_gram ? b.transposed_right : b.right;
     product.alpha = of.alpha;
     product.beta = of.beta;
-    if (of.beta != 0) product.summand = places_[index_of(of.d)].left;
+    if (of.beta != 0) product.summand = places_.of[index_of(of.d)].left;
     product.is_symmetric = !is_whole;
     product.to = places_read(of.c, next);
     if (of.shifted != ChainOperand::kNone) {
@@ -144,7 +169,7 @@ class Batch {
       product.plain = plain(of.c);
       product.plain_is_transposed = is_tall_;
     }
-    tasks_.add(static_cast<size_t>(of.level) + 1, batch_.count, product);
+    return product;
   }
 
   const ChainBatch& batch_;

@@ -294,7 +294,8 @@ class MatrixBatches(ImperativeTwin):
         updates = updates_dtype(first.dtype, group.get("ns_dtype"))
         assert updates is not None
         steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
-        memory.take(self._scratch, updates, ns_dtype_of(group, first.device), steps)
+        products = ns_dtype_of(group, first.device)
+        memory.take(self._scratch, updates, products, steps, starts_aol(group))
         rooms = self._rooms(group, values, is_native=True)
         momentum = float(group["momentum"])
         lead = momentum if group["nesterov"] else 1.0
@@ -325,7 +326,9 @@ class MatrixBatches(ImperativeTwin):
         updates = updates_dtype(first.dtype, group.get("ns_dtype"))
         assert updates is not None
         steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
-        memory.take(self._scratch, updates, ns_dtype_of(group, first.device), steps)
+        memory.take(
+            self._scratch, updates, ns_dtype_of(group, first.device), steps, starts_aol(group)
+        )
         choice = float(group["momentum"]), bool(group.get("maximize"))
         memory.choose(ordered, *choice)
         directions = memory.orthogonalize(float(group["eps"]), bool(group.get("adds_eps")))
@@ -582,13 +585,12 @@ class MatrixBatches(ImperativeTwin):
         first, asked = updates[0], group.get("ns_dtype")
         products, narrow = ns_dtype_of(group, first.device), updates_dtype(first.dtype, asked)
         fits = first.is_cpu or all(fits_engine(*x.shape[1:]) for x in updates)
-        fits = fits and not starts_aol(group)
         if not (fits and narrow and takes_batches_of(first.device, first.dtype, asked, products)):
             return [update.copy_(self._orthogonal(group, update)) for update in updates]
         shapes = [(len(x), *x.shape[1:]) for x in updates]
         chain = ChainedBatches(shapes, [[shape] for shape in shapes], first.device)
         steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
-        chain.take(self._scratch, narrow, products, steps)
+        chain.take(self._scratch, narrow, products, steps, starts_aol(group))
         chain.copy(updates)
         return chain.orthogonalize(float(group["eps"]), bool(group.get("adds_eps")))
 

@@ -79,13 +79,19 @@ class ChainedBatches:
         self._kind: Any = None
 
     def take(
-        self, scratch: Scratch, updates: torch.dtype, products: torch.dtype, steps: Sequence[Step]
+        self,
+        scratch: Scratch,
+        updates: torch.dtype,
+        products: torch.dtype,
+        steps: Sequence[Step],
+        is_aol: bool,
     ) -> None:
         """Takes all memory of a step: what the step before has taken, if there is no other user.
 
-        ``updates``, ``products``: dtypes.
+        ``updates``, ``products``: dtypes. ``is_aol``: the iteration begins with the AOL start.
         """
-        size, device, kind = (sum(self._sizes),), self._device, (updates, products, list(steps))
+        size, device = (sum(self._sizes),), self._device
+        kind = updates, products, list(steps), is_aol
         update = scratch.take("update", size, updates, device)
         memory = [update, scratch.take("other", size, products, device)]
         in_place = updates.itemsize == products.itemsize
@@ -95,7 +101,7 @@ class ChainedBatches:
             self._memory, self._kind = memory, kind
             quotient, spare = update.view(products) if in_place else memory[2], memory[1]
             self._matrices, self._quotients = self._in_batches(update), self._in_batches(quotient)
-            self._chain = Chain(self._quotients, self._in_batches(spare), steps)
+            self._chain = Chain(self._quotients, self._in_batches(spare), steps, is_aol)
             self._updates = self._parts(update)
             self._sums_size = sums_size(self._matrices)
             found = [self._parts(spare), self._parts(quotient)]

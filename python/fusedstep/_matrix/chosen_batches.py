@@ -68,11 +68,16 @@ class ChosenBatches:
         self._size = choice_memory(self._forms)
 
     def take(
-        self, scratch: Scratch, updates: torch.dtype, products: torch.dtype, steps: Sequence[Step]
+        self,
+        scratch: Scratch,
+        updates: torch.dtype,
+        products: torch.dtype,
+        steps: Sequence[Step],
+        is_aol: bool,
     ) -> None:
-        """Takes all memory of a step. ``updates``, ``products``: dtypes."""
+        """Takes all memory of a step. The arguments are those of ``ChainedBatches.take``."""
         self._memory = scratch.take("choice", (self._size,), torch.float64, self._device)
-        self._chain.take(scratch, updates, products, steps)
+        self._chain.take(scratch, updates, products, steps, is_aol)
 
     def choose(self, grads: list[Tensor], momentum: float, maximizes: bool) -> None:
         """Takes the updates. On a GPU, adds gradients to the averages and decays what is chosen."""

@@ -18,7 +18,8 @@ square: zeros stay zeros, and F is finite. X is not scaled: the first run has F 
 with ``Q F``. A is computed times M, and the root of M is a factor of ``Q F X``, which keeps all
 numbers in the range of float16: elements of M A are M at most, and 1 on average on the diagonal; F
 without the root is 2**10 at most, and an element of Q, the product of the a of its run, is 35 at
-most for the runs of `_GROWN`.
+most for the runs of `_GROWN`. The largest singular value of the absolute values of F A F is 1 at
+most, as that of A's: a rounding of each element has the same bound, and runs are as long.
 
 torch's library computes the products, or the native engine on a device that has one.
 """
@@ -235,8 +236,8 @@ def orthogonalize(
     iteration begins with the AOL start.
     """
     spare = scratch.take("other", x.shape, x.dtype, x.device)
-    if _is_chained(x) and not is_aol:
-        chain = Chain([x], [spare], steps)
+    if _is_chained(x):
+        chain = Chain([x], [spare], steps, is_aol)
         chain.take(scratch)
         return chain.run()[0]
     short = min(x.shape[1:])
@@ -253,7 +254,9 @@ def orthogonalize(
 class Chain:
     """The products of the native engine over batches of one dtype and device, all together."""
 
-    def __init__(self, x: list[Tensor], spare: list[Tensor], steps: Sequence[Step]) -> None:
+    def __init__(
+        self, x: list[Tensor], spare: list[Tensor], steps: Sequence[Step], is_aol: bool = False
+    ) -> None:
         """``x``: batches as ``orthogonalize`` has them. ``spare``: tensors of their shapes."""
         ends = [_ends_in_engine(each, steps) for each in x]
         self._in_place = [sum(batch) % 2 == 0 for batch in ends]
@@ -261,6 +264,7 @@ class Chain:
         self._arguments = (
             [float(each) for step in steps for each in step],
             [each for batch in ends for each in batch],
+            is_aol,
         )
         self._bytes = torch.ops.fusedstep.newton_schulz_workspace.default(x, *self._arguments)
 

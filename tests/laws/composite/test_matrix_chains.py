@@ -6,7 +6,7 @@ import torch
 from fusedstep import optim
 from fusedstep._matrix import newton_schulz
 from fusedstep._matrix.newton_schulz import Chain, Scratch, coefficients_of, orthogonalize
-from reference.muon import iterated
+from reference.muon import almost_orthogonal, iterated
 from support.matrices import error
 
 pytestmark = pytest.mark.skipif(
@@ -16,6 +16,9 @@ pytestmark = pytest.mark.skipif(
 
 #: How many times the error of the library's products in the usual form the error may be.
 USUAL, GRAM = 1.5, 8
+
+#: Starts, and how many times these errors they may have: the AOL start rounds twice more.
+STARTS = {"norm": 1, "aol": 3}
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -30,8 +33,10 @@ def normalized(shape, seed):
     return x / torch.linalg.matrix_norm(x)[:, None, None]
 
 
-def usual_form(x, steps):
+def usual_form(x, steps, start="norm"):
     """The iteration by torch's products, in the dtype of x."""
+    if start == "aol":
+        x = almost_orthogonal(x.double()).to(x.dtype)
     for a, b, c in steps:
         gram = x @ x.mT if x.shape[1] <= x.shape[2] else x.mT @ x
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
@@ -40,27 +45,29 @@ def usual_form(x, steps):
     return x
 
 
-def run(x, steps):
+def run(x, steps, is_aol=False):
     """The results of batches that go through the products together."""
-    chain = Chain(x, [torch.full_like(each, torch.nan) for each in x], steps)
+    chain = Chain(x, [torch.full_like(each, torch.nan) for each in x], steps, is_aol)
     chain.take(Scratch())
     return [each.clone() for each in chain.run()]
 
 
+@pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("gram", [False, True], ids=["usual form", "Gram form"])
 @pytest.mark.parametrize("name", ["quintic", "polar_express"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_iterates_singular_values(dtype, name, gram, monkeypatch):
+def test_iterates_singular_values(dtype, name, gram, start, monkeypatch):
     """The usual form errs as the library's products do, the Gram form a few times as much."""
     monkeypatch.setattr(newton_schulz, "takes_gram_form", lambda *args: gram)
-    for count in (0, 1, 2, 3, 5, 8):
+    for count in (0, 1, 2, 3, 5, 8) if start == "norm" else (1, 2, 3, 4, 5, 8):
         steps = coefficients_of(name, count)
         exact = [normalized(shape, seed) for seed, shape in enumerate(SHAPES)]
-        found = run([x.to("cuda", dtype) for x in exact], steps)
+        found = run([x.to("cuda", dtype) for x in exact], steps, start == "aol")
         for x, each in zip(exact, found, strict=True):
-            expected = torch.stack([iterated(matrix, steps, 1e-7) for matrix in x])
-            by_library = error(usual_form(x.to("cuda", dtype), steps).cpu(), expected)
-            bound = (GRAM if gram else USUAL) * by_library + torch.finfo(dtype).eps
+            expected = torch.stack([iterated(matrix, steps, 1e-7, start) for matrix in x])
+            by_library = error(usual_form(x.to("cuda", dtype), steps, start).cpu(), expected)
+            bound = STARTS[start] * (GRAM if gram else USUAL) * by_library
+            bound += STARTS[start] * torch.finfo(dtype).eps
             assert error(each.cpu(), expected) <= bound, (count, x.shape)
 
 
@@ -91,25 +98,44 @@ def test_symmetric_products_are_symmetric_to_the_last_bit():
         assert gram.equal(gram.mT)
 
 
-def test_a_nan_stays_in_its_matrix():
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_aol_start_scales_rows_or_columns(dtype):
+    """A step that multiplies by 1 leaves them scaled. Those of zeros stay zeros."""
+    exact = [normalized(shape, seed) for seed, shape in enumerate(SHAPES)]
+    exact[2][1, 5] = 0  # a row of a wide matrix
+    exact[3][0, :, 7] = 0
+    exact[3][0, :, 9] *= 1e-4
+    exact[5][0] = 0
+    found = run([x.to("cuda", dtype) for x in exact], [(1.0, 0.0, 0.0)], is_aol=True)
+    for x, each in zip(exact, found, strict=True):
+        x, each = x.to(dtype).double(), each.cpu().double()
+        expected = almost_orthogonal(x)
+        assert (torch.linalg.matrix_norm(each, 2) <= 1 + 4 * torch.finfo(dtype).eps).all()
+        assert each[x == 0].eq(0).all()
+        assert error(each, expected) <= 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("is_aol", [False, True], ids=["norm", "aol"])
+def test_a_nan_stays_in_its_matrix(is_aol):
     x = normalized((3, 200, 456), 0).to("cuda", torch.float16)
     steps = coefficients_of("quintic", 5)
-    (clean,) = run([x.clone()], steps)
+    (clean,) = run([x.clone()], steps, is_aol)
     x[1, 7, 9] = torch.nan
-    (found,) = run([x], steps)
+    (found,) = run([x], steps, is_aol)
     assert found[1].isnan().all()
     assert found[[0, 2]].equal(clean[[0, 2]])
 
 
-def test_bits_are_the_same_alone_and_together():
+@pytest.mark.parametrize("is_aol", [False, True], ids=["norm", "aol"])
+def test_bits_are_the_same_alone_and_together(is_aol):
     steps = coefficients_of("quintic", 5)
-    x = [normalized(shape, 1).to("cuda", torch.float16) for shape in SHAPES * 2]
-    together = run([each.clone() for each in x], steps)
+    x = [normalized(shape, 1).to("cuda", torch.float16) for shape in SHAPES * 7]
+    together = run([each.clone() for each in x], steps, is_aol)
     for each, found in zip(x, together, strict=True):
         for part, expected in zip(each.split(1), found.split(1), strict=True):
-            (alone,) = run([part.clone()], steps)
+            (alone,) = run([part.clone()], steps, is_aol)
             assert alone.equal(expected)
-            assert orthogonalize(part.clone(), steps, Scratch()).equal(expected)
+            assert orthogonalize(part.clone(), steps, Scratch(), is_aol).equal(expected)
 
 
 @pytest.mark.parametrize("adds_eps", [False, True])
@@ -148,12 +174,12 @@ def test_arguments_that_do_not_fit_are_refused_and_change_nothing():
     x = normalized((2, 16, 24), 0).to("cuda", torch.float16)
     kept, y, steps, ends = x.clone(), torch.zeros_like(x), [1.0, 2.0, 3.0], [True]
     ops = torch.ops.fusedstep
-    size = ops.newton_schulz_workspace([x], steps, ends)
+    size = ops.newton_schulz_workspace([x], steps, ends, True)
     room = torch.empty(size, dtype=torch.uint8, device="cuda")
 
     def refused(match, x=x, y=y, room=room, steps=steps, ends=ends):
         with pytest.raises(RuntimeError, match=match):
-            ops.newton_schulz([x], [y], room, steps, ends)
+            ops.newton_schulz([x], [y], room, steps, ends, True)
 
     refused("workspace must be at least", room=room[:-1])
     refused("workspace must be at least", room=room.cpu())
@@ -163,7 +189,11 @@ def test_arguments_that_do_not_fit_are_refused_and_change_nothing():
     assert not y.any()
 
 
-@pytest.mark.parametrize("cls", [optim.Muon, optim.MuSGD])
+def of_aol(params, **options):
+    return optim.Muon(params, ns_start="aol", **options)
+
+
+@pytest.mark.parametrize("cls", [optim.Muon, optim.MuSGD, of_aol])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_weights_of_all_shapes_step_together(cls, dtype, monkeypatch):
     """As ``fused=False`` steps them, whether or not a gradient is contiguous."""

@@ -43,30 +43,32 @@ def matrices(shape, seed=0):
     return (x / torch.linalg.matrix_norm(x)[:, None, None]).bfloat16()
 
 
-def natively(x, y, steps, ends):
+def natively(x, y, steps, ends, is_aol=False):
     """Runs the operator on batches, in a workspace of the size that it asks for."""
     numbers = [number for step in steps for number in step]
-    size = torch.ops.fusedstep.newton_schulz_workspace(x, numbers, ends)
+    size = torch.ops.fusedstep.newton_schulz_workspace(x, numbers, ends, is_aol)
     room = torch.empty(size, dtype=torch.uint8)
-    torch.ops.fusedstep.newton_schulz(x, y, room, numbers, ends)
+    torch.ops.fusedstep.newton_schulz(x, y, room, numbers, ends, is_aol)
 
 
+@pytest.mark.parametrize("start", ["norm", "aol"])
 @pytest.mark.parametrize("gram", [False, True], ids=["usual form", "Gram form"])
 @pytest.mark.parametrize("name", ["quintic", "polar_express"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_is_the_iteration_in_float64(level, shape, name, gram, monkeypatch):
+def test_is_the_iteration_in_float64(level, shape, name, gram, start, monkeypatch):
     monkeypatch.setattr(newton_schulz, "takes_gram_form", lambda *args: gram)
     for count in (1, 5, 8):
         steps, x, scratch = coefficients_of(name, count), matrices(shape), Scratch()
-        expected = torch.stack([iterated(each.double(), steps, 1e-7) for each in x])
-        found = orthogonalize(x, steps, scratch)
+        expected = torch.stack([iterated(each.double(), steps, 1e-7, start) for each in x])
+        found = orthogonalize(x, steps, scratch, start == "aol")
         assert found.shape == x.shape
         assert error(found, expected) < ERROR
         kept = {use for use, *_ in scratch._buffers}
         assert kept == {"other", "workspace"}, "the products of the library have been taken"
 
 
-def test_batches_of_other_shapes_do_not_affect_one_another(level):
+@pytest.mark.parametrize("is_aol", [False, True], ids=["norm", "aol"])
+def test_batches_of_other_shapes_do_not_affect_one_another(level, is_aol):
     """An even number of ends leaves the result in x, an odd number in y."""
     steps, x = coefficients_of("quintic", 5), [matrices(shape) for shape in SHAPES]
     ends = [
@@ -75,7 +77,7 @@ def test_batches_of_other_shapes_do_not_affect_one_another(level):
 
     def run(x, ends):
         y = [torch.empty_like(each) for each in x]
-        natively(x, y, steps, ends)
+        natively(x, y, steps, ends, is_aol)
         counts = [sum(ends[i : i + 5]) for i in range(0, len(ends), 5)]
         return [b if count % 2 else a for a, b, count in zip(x, y, counts, strict=True)]
 
@@ -85,9 +87,10 @@ def test_batches_of_other_shapes_do_not_affect_one_another(level):
         assert alone.equal(expected)
 
 
-def test_nothing_is_allocated_once_the_scratch_is_there(level):
+@pytest.mark.parametrize("is_aol", [False, True], ids=["norm", "aol"])
+def test_nothing_is_allocated_once_the_scratch_is_there(level, is_aol):
     steps, x, scratch = coefficients_of("quintic", 5), matrices((2, 100, 260)), Scratch()
-    found = [orthogonalize(x.clone(), steps, scratch).data_ptr() for _ in range(2)]
+    found = [orthogonalize(x.clone(), steps, scratch, is_aol).data_ptr() for _ in range(2)]
     assert found[0] == found[1]
     assert len(scratch.tensors()) == 2
 
@@ -142,13 +145,14 @@ WRONG = {
 @pytest.mark.parametrize("what", WRONG)
 def test_what_is_wrong_is_named_and_nothing_changes(level, what):
     x, steps, ends = matrices((2, 20, 30)), [2.0, -1.5, 0.5] * 2, [True, True]
-    size = torch.ops.fusedstep.newton_schulz_workspace([x], steps, ends)
+    size = torch.ops.fusedstep.newton_schulz_workspace([x], steps, ends, True)
     right = {
         "x": [x],
         "y": [torch.full_like(x, 7)],
         "workspace": torch.empty(size, dtype=torch.uint8),
         "steps": steps,
         "ends": ends,
+        "is_aol": True,
     }
     changes, message = WRONG[what]
     wrong = right | {name: change(right[name]) for name, change in changes.items()}
