@@ -22,6 +22,7 @@ from fusedstep._matrix.passes import (
     choose_into,
     chosen_updates_into,
     have_passes,
+    lie_in_order,
     move_chosen,
 )
 
@@ -38,12 +39,13 @@ class ChosenBatches:
         """``forms``: the matrices of each part, by batch. The operands: the parts of all."""
         self.weights, self._averages = weights, averages
         self._batches, self._device = forms, weights[0].device
-        self._has_passes = have_passes(weights, averages, []) and _are_apart(weights, averages)
+        operands = [*weights, *averages]
+        self._lie_in_order = lie_in_order(operands) and _are_apart(operands)
         self._fraction: float | None = None
 
     def fits(self, group: dict[str, Any], grads: list[Tensor]) -> bool:
         """Returns whether passes take gradients, and the engine as much as a group chooses."""
-        if not (self._has_passes and have_passes(self.weights[:1], [], grads)):
+        if not (self._lie_in_order and have_passes(self.weights[:1], [], grads)):
             return False
         if (fraction := float(group["rank_fraction"])) != self._fraction:
             self._set(group)
@@ -109,8 +111,8 @@ class ChosenBatches:
             move_chosen(*moving, keep, factors)
 
 
-def _are_apart(weights: list[Tensor], averages: list[Tensor]) -> bool:
+def _are_apart(operands: list[Tensor]) -> bool:
     """Returns whether no operands share memory: passes take elements in any order."""
-    sizes = [(x.data_ptr(), x.numel() * x.itemsize) for x in (*weights, *averages)]
+    sizes = [(x.data_ptr(), x.numel() * x.itemsize) for x in operands]
     ends = sorted((begin, begin + size) for begin, size in sizes)
     return all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ends))

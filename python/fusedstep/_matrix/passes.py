@@ -5,7 +5,7 @@ Their bits are those of torch's operations one by one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import torch
@@ -42,11 +42,15 @@ def have_passes(weights: list[Tensor], averages: list[Tensor], grads: list[Tenso
         (first.is_cpu or (first.is_cuda and not torch._C._len_torch_dispatch_stack()))
         and first.dtype in ops.DTYPES
         and not ops.missing_on(first.device.type)
-        and all(type(each) in _PLAIN for each in chain(weights, averages, grads))
-        and all(
-            each.is_contiguous() and not each.is_neg()
-            for each in chain(weights, averages, () if first.is_cpu else grads)
-        )
+        and lie_in_order(chain(weights, averages, () if first.is_cpu else grads))
+        and all(type(each) in _PLAIN for each in grads)
+    )
+
+
+def lie_in_order(tensors: Iterable[Tensor]) -> bool:
+    """Returns whether passes take tensors as they lie in memory."""
+    return all(
+        type(each) in _PLAIN and each.is_contiguous() and not each.is_neg() for each in tensors
     )
 
 

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedstep import optim
 from fusedstep._matrix import batches
@@ -429,6 +430,21 @@ def test_native_steps_repeat_their_bits_and_count_versions(device, products, sha
     optimizer.step()
     assert first[0]._version > before[0]
     assert average._version > before[1]
+
+
+class Through(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@NEEDS_ENGINE
+def test_torchs_operations_step_a_gpu_under_a_dispatch_mode_alone(monkeypatch):
+    seen = chains(monkeypatch)
+    _, optimizer = trained(NATIVE, ns_dtype=None, device="cuda", steps=1)
+    with Through():
+        optimizer.step()
+    optimizer.step()
+    assert len(seen) == 2
 
 
 @NEEDS_ENGINE
