@@ -285,6 +285,7 @@ def by_torch(monkeypatch):
         {"weight_decay": 0.0},
         {"weight_decay": 3.0},
         {"adjust_lr_fn": "match_rms_adamw", "ns_coefficients": "polar_express"},
+        {"ns_start": "aol", "ns_steps": 4},
     ],
     ids=str,
 )
