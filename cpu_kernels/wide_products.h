@@ -10,29 +10,39 @@
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
+// A block is fetched from memory so many blocks before it is packed.
+inline constexpr int64_t kBlocksAhead = 4;
+
 inline void pack_wide(const WidePacking& packing, const Square& square) {
   const WideMatrix& from = packing.from;
   BFloat16Bits* PackedForms::*const plain = packing.is_left ? &PackedForms::left : &PackedForms::right;
   BFloat16Bits* PackedForms::*const transposed =
       packing.is_left ? &PackedForms::transposed_left : &PackedForms::transposed_right;
   BFloat16Bits* PackedForms::*const form = from.is_transposed ? transposed : plain;
-  for (int64_t i = square.i; i < square.i + square.rows; ++i) {
-    for (int64_t j = square.j; j < square.j + square.columns; ++j) {
-      const int64_t row = i * kBlockSide, column = j * kBlockSide;
-      const Extent has{std::min(from.rows - row, kBlockSide), std::min(from.columns - column, kBlockSide)};
-      Block found[2];
-      load_parts(from.data + row * from.stride + column, from.stride, has, found[0], found[1]);
-      for (int part = 0; part < packing.parts; ++part) {
-        PackedForms forms;
-        forms.*form = packing.to + part * packing.rows * packing.columns * kBlockNumbers;
-        write_forms(found[part], forms, packing.rows, packing.columns, 0, i, j);
-      }
+  const int64_t count = square.rows * square.columns;
+  for (int64_t block = -kBlocksAhead; block < count; ++block) {
+    if (const int64_t ahead = block + kBlocksAhead; ahead < count) {
+      const int64_t row = (square.i + ahead / square.columns) * kBlockSide;
+      const int64_t column = (square.j + ahead % square.columns) * kBlockSide;
+      prefetch_block(from.data + row * from.stride + column, from.stride,
+                     std::min(from.rows - row, kBlockSide));
+    }
+    if (block < 0) continue;
+    const int64_t i = square.i + block / square.columns, j = square.j + block % square.columns;
+    const int64_t row = i * kBlockSide, column = j * kBlockSide;
+    const Extent has{std::min(from.rows - row, kBlockSide), std::min(from.columns - column, kBlockSide)};
+    Block found[2];
+    load_parts(from.data + row * from.stride + column, from.stride, has, found[0], found[1]);
+    for (int part = 0; part < packing.parts; ++part) {
+      PackedForms forms;
+      forms.*form = packing.to + part * packing.rows * packing.columns * kBlockNumbers;
+      write_forms(found[part], forms, packing.rows, packing.columns, 0, i, j);
     }
   }
 }
 
-// A packed operand with `blocks` blocks along a side of the result, of which a part begins with block
-// `first`, and `depth` blocks that sums run over, from block `k` on.
+// A packed operand with `blocks` blocks along a side of the result, and `depth` blocks that sums run over.
+// Block 0 of a part of the product is its block `first`, and its block `k` of the depth.
 struct WidePanels {
   const BFloat16Bits* packed;
   int64_t blocks, depth, first, k;
@@ -43,30 +53,22 @@ struct WidePanels {
   }
 };
 
-// What a part of a product reads of the operand that is not packed before.
+// What a part of a product packs at a time of the operand that is not packed before: 12 blocks along the rows
+// of its matrix in memory, so that much of a row is read at once, and four down the columns.
 struct alignas(64) WideBuffer {
   BFloat16Bits of[2 * kMostWideBlocks * kWideDepth * kBlockNumbers];
 };
 
-// Packs `some` blocks of the depth, from block k on, of that operand's `blocks` blocks from block `first` on.
-inline WidePanels pack_other(const WideProduct& product, int64_t first, int64_t blocks, int64_t k,
-                             int64_t some, WideBuffer& to) {
-  WidePacking packing;
-  packing.is_left = !product.left_is_packed();
-  packing.from = packing.is_left ? product.left() : product.right();
-  packing.parts = product.parts;
-  packing.to = to.of;
+// Packs blocks of a matrix as if there were no others.
+inline void pack_alone(WidePacking packing, const Square& blocks) {
   WideMatrix& from = packing.from;
-  const bool is_deep_by_rows = packing.is_left == from.is_transposed;
-  const int64_t row = (is_deep_by_rows ? k : first) * kBlockSide;
-  const int64_t column = (is_deep_by_rows ? first : k) * kBlockSide;
+  const int64_t row = blocks.i * kBlockSide, column = blocks.j * kBlockSide;
   from.data += row * from.stride + column;
   from.rows -= row;
   from.columns -= column;
-  packing.rows = is_deep_by_rows ? some : blocks;
-  packing.columns = is_deep_by_rows ? blocks : some;
-  pack_wide(packing, {0, 0, 0, packing.rows, packing.columns});
-  return {to.of, blocks, some, 0, 0};
+  packing.rows = blocks.rows;
+  packing.columns = blocks.columns;
+  pack_wide(packing, {0, 0, 0, blocks.rows, blocks.columns});
 }
 
 // Writes the sums of the block (i, j) of a result.
@@ -86,29 +88,64 @@ inline void finish_wide(const LowRankProduct& product, const float* sums, int64_
   }
 }
 
+// The place of panels in a product: `blocks` of its square, and `tiles` of its depth from block `at` on.
+struct WidePlace {
+  Square blocks;
+  int64_t at, tiles;
+};
+
+// Adds the products of panels to the sums of a square, and finishes sums with the last.
+inline void add_panels(const WideProduct& product, const Square& square, const WidePlace& place,
+                       const WidePanels& left, const WidePanels& right, float (*sums)[kBlockNumbers]) {
+  const auto& [blocks, at, tiles] = place;
+  // Of a product that is not deep, sums are finished one after another.
+  const bool is_deep = product.depth > kWideDepth, is_last = at + tiles == product.depth;
+  for (int64_t r = blocks.i; r < blocks.i + blocks.rows; ++r) {
+    for (int64_t c = blocks.j; c < blocks.j + blocks.columns; ++c) {
+      float* const sum = sums[is_deep ? r * square.columns + c : 0];
+      const Factors large{left.of(0, r), right.of(0, c)};
+      if (product.parts == 1) {
+        add_products({large}, tiles, at == 0, sum);
+      } else {
+        const Panel small_left = left.of(1, r), small_right = right.of(1, c);
+        add_products({large, {large.left, small_right}, {small_left, large.right}}, tiles, at == 0, sum);
+      }
+      if (is_last) finish_wide(product.of, sum, square.i + r, square.j + c);
+    }
+  }
+}
+
 inline void multiply_wide(const WideProduct& product, const Square& square) {
   WideBuffer buffer;
-  // Of a product that is not deep, sums are finished one after another.
   alignas(64) float sums[kMostWideSums][kBlockNumbers];
-  const bool is_deep = product.depth > kWideDepth, left_is_packed = product.left_is_packed();
-  for (int64_t k = 0; k < product.depth; k += kWideDepth) {
-    const int64_t some = std::min(kWideDepth, product.depth - k);
-    const WidePanels before{product.packed, left_is_packed ? product.rows : product.columns, product.depth,
-                            left_is_packed ? square.i : square.j, k};
-    const WidePanels other = left_is_packed ? pack_other(product, square.j, square.columns, k, some, buffer)
-                                            : pack_other(product, square.i, square.rows, k, some, buffer);
-    const WidePanels &left = left_is_packed ? before : other, &right = left_is_packed ? other : before;
-    for (int64_t r = 0; r < square.rows; ++r) {
-      for (int64_t c = 0; c < square.columns; ++c) {
-        float* const sum = sums[is_deep ? r * square.columns + c : 0];
-        const Factors large{left.of(0, r), right.of(0, c)};
-        if (product.parts == 1) {
-          add_products({large}, some, k == 0, sum);
-        } else {
-          const Panel small_left = left.of(1, r), small_right = right.of(1, c);
-          add_products({large, {large.left, small_right}, {small_left, large.right}}, some, k == 0, sum);
-        }
-        if (k + some == product.depth) finish_wide(product.of, sum, square.i + r, square.j + c);
+  const bool left_is_packed = product.left_is_packed();
+  WidePacking other;
+  other.is_left = !left_is_packed;
+  other.from = left_is_packed ? product.right() : product.left();
+  other.parts = product.parts;
+  other.to = buffer.of;
+  const bool is_deep_by_rows = other.is_left == other.from.is_transposed;
+  const int64_t deep = is_deep_by_rows ? kWideDepth : kMostWideBlocks;
+  const int64_t high = is_deep_by_rows ? kMostWideBlocks : kWideDepth;
+  const int64_t side = left_is_packed ? square.columns : square.rows;
+  const int64_t begin = left_is_packed ? square.j : square.i;
+  for (int64_t from = 0; from < product.depth; from += deep) {
+    const int64_t depth = std::min(deep, product.depth - from);
+    for (int64_t first = 0; first < side; first += high) {
+      const int64_t some = std::min(high, side - first);
+      pack_alone(other, is_deep_by_rows ? Square{0, from, begin + first, depth, some}
+                                        : Square{0, begin + first, from, some, depth});
+      WidePlace place{};
+      place.blocks =
+          left_is_packed ? Square{0, 0, first, square.rows, some} : Square{0, first, 0, some, square.columns};
+      for (int64_t k = 0; k < depth; k += kWideDepth) {
+        place.at = from + k;
+        place.tiles = std::min(kWideDepth, depth - k);
+        const WidePanels before{product.packed, left_is_packed ? product.rows : product.columns,
+                                product.depth, left_is_packed ? square.i : square.j, place.at};
+        const WidePanels now{buffer.of, some, depth, -first, k};
+        add_panels(product, square, place, left_is_packed ? before : now, left_is_packed ? now : before,
+                   sums);
       }
     }
   }
