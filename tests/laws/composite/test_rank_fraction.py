@@ -462,8 +462,8 @@ def test_a_native_step_waits_for_nothing_and_allocates_nothing():
 
 
 @ENGINES
-@pytest.mark.parametrize("begin", [0, 4, 7, 8])
-def test_weights_that_share_memory_are_stepped_by_torch(
+@pytest.mark.parametrize("begin", [4, 7, 8])
+def test_weights_of_one_memory_are_stepped_natively_where_they_share_none(
     device, products, shapes, begin, monkeypatch
 ):
     seen = chains(monkeypatch)
@@ -472,6 +472,28 @@ def test_weights_that_share_memory_are_stepped_by_torch(
     optimizer = optim.Muon(params, rank_fraction=0.25, ns_dtype=products)
     for p in params:
         p.grad = torch.ones_like(p)
+    if begin == 8:
+        optimizer.step()
+        assert seen
+    else:
+        with pytest.raises(RuntimeError, match="the weight shares memory with another weight"):
+            optimizer.step()
+        assert not seen
+        assert whole.eq(1).all()
+
+
+@ENGINES
+@pytest.mark.parametrize("begin", [0, 4, 7, 8])
+def test_states_that_share_memory_are_stepped_by_torch(
+    device, products, shapes, begin, monkeypatch
+):
+    params = [torch.nn.Parameter(torch.ones(8, 32, device=device)) for _ in range(2)]
+    optimizer = optim.Muon(params, rank_fraction=0.25, ns_dtype=products)
+    whole = torch.ones(16, 32, device=device)
+    for p, buffer in zip(params, (whole[begin : begin + 8], whole[:8]), strict=True):
+        optimizer.state[p]["momentum_buffer"] = buffer
+        p.grad = torch.ones_like(p)
+    seen = chains(monkeypatch)
     optimizer.step()
     assert bool(seen) == (begin == 8)
 
