@@ -177,7 +177,8 @@ def check_apart(weights: list[Tensor], states: list[dict[str, Any]]) -> None:
 
     It raises for weights and states that overlap themselves, too. One weight may be there twice.
     """
-    none = torch.empty(0)  # in the place of a weight without memory
+    # In the place of a weight without memory.
+    none = torch.empty(0, dtype=torch.float32, device="cpu")
     own, owned, owners = [], [], []
     seen: set[int] = set()
     for index, (weight, state) in enumerate(zip(weights, states, strict=True)):
