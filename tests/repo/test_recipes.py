@@ -108,9 +108,14 @@ def muon_of_two_processes(device, *options):
     python = [str(Path(fusedstep.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     recipe = [str(recipes.FOLDER / "muon_fsdp2.py"), "--device", device]
+    environment = {
+        "PYTHONPATH": os.pathsep.join(python),
+        "FUSEDSTEP_DATA": "nowhere",
+        "NCCL_NVLS_ENABLE": "0",  # NVLink multicast: nothing for tests to set up
+    }
     run = subprocess.run(
         [*torchrun, "--nproc-per-node", "2", *recipe, *options],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(python), "FUSEDSTEP_DATA": "nowhere"},
+        env=os.environ | environment,
         capture_output=True,
         text=True,
         check=True,
