@@ -141,9 +141,9 @@ class LowRankGroups(LowRankShards):
     def _check_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
         """Raises if states are no longer those that the options of a group ask for."""
         self._check_projected(group, weights)
-        for place, p in enumerate(weights):
-            state = self._state.get(p, {})
-            for slot in self._store.slots_of(group, p):
+        for place, slots in enumerate(self._store.slots_of_each(group, weights)):
+            p, state = weights[place], self._state.get(weights[place], {})
+            for slot in slots:
                 name, shape, spread = slot.name, slot.own_shape, slot.placements
                 if shape is None or name not in state:  # it is to be made
                     continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 import torch
@@ -78,7 +79,12 @@ class StateStore:
 
     def slots_of(self, group: dict[str, Any], weight: Tensor) -> list[Slot]:
         """The slots of a weight's tensors, in the same order."""
-        return self._slots(group).of(weight, self.by_weight.get(weight, {}))
+        return next(self.slots_of_each(group, [weight]))
+
+    def slots_of_each(self, group: dict[str, Any], weights: list[Tensor]) -> Iterator[list[Slot]]:
+        """The slots of each of the weights of a group."""
+        slots = self._slots(group)
+        return (slots.of(p, self.by_weight.get(p, {})) for p in weights)
 
     def slot_of(self, group: dict[str, Any], weight: Tensor, name: str) -> Slot:
         """The slot of a name, which the options of the group may no longer ask for."""
@@ -339,10 +345,9 @@ class StateStore:
 
         ``any_dtype``: these operations take numbers of every dtype.
         """
-        slots = self._slots(group)
-        for index, p in enumerate(weights):
-            state = self.by_weight[p]
-            for slot in slots.of(p, state):
+        for index, slots in enumerate(self.slots_of_each(group, weights)):
+            p, state = weights[index], self.by_weight[weights[index]]
+            for slot in slots:
                 if not slot.record:
                     continue
                 name, found = slot.name, state[slot.name]
@@ -443,7 +448,8 @@ class StateStore:
                 else:
                     new.copy_(number)
                 state[name] = new
-        found = [(slots.of(p, self.by_weight[p]), self.by_weight[p]) for p in weights]
+        states = [self.by_weight[p] for p in weights]
+        found = zip(self.slots_of_each(group, weights), states, strict=True)
         moved = [
             (own, state)
             for own, state in found
