@@ -63,22 +63,29 @@ def bases(when: Callable[[Group], bool] = has_rank) -> States:
     def right(group: Group, shape: torch.Size) -> bool:
         return has_rank(group) and when(group) and RIGHT in sides_of(group, shape)
 
+    def of_left(group: Group, shape: torch.Size) -> torch.Size:
+        return torch.Size((shape[0], group["rank"]))
+
+    def of_right(group: Group, shape: torch.Size) -> torch.Size:
+        return torch.Size((group["rank"], shape[1:].numel()))
+
     return {
-        LEFT: _whole(of=left, shape=lambda group, shape: torch.Size((shape[0], group["rank"]))),
-        RIGHT: _whole(
-            of=right, shape=lambda group, shape: torch.Size((group["rank"], shape[1:].numel()))
-        ),
+        LEFT: State(of=left, shape=of_left, placements=_copies, takes_codes=False),
+        RIGHT: State(of=right, shape=of_right, placements=_copies, takes_codes=False),
     }
 
 
 def beside(*sizes: int, **fields: Any) -> State:
-    """Returns the record of a state of these sizes of groups with a rank, which is in no codes."""
-    return _whole(of=has_rank, shape=lambda group, shape: torch.Size(sizes), **fields)
+    """Returns the record of a state of these sizes of groups with a rank; each process has all.
+
+    Without sizes the state is a number, and a tensor of torch beside a DTensor too.
+    """
+    fields |= {"shape": lambda group, shape: torch.Size(sizes), "takes_codes": False}
+    return State(of=has_rank, placements=_copies if sizes else None, **fields)
 
 
-def _whole(**fields: Any) -> State:
-    """The record of a state of which each process has all."""
-    return State(placements=lambda group, weight: copies_of(weight), takes_codes=False, **fields)
+def _copies(group: Group, weight: Tensor) -> tuple[Any, ...]:
+    return copies_of(weight)
 
 
 def place_of(groups: list[Group], group: Group, weight: Tensor) -> Sequence[int]:
