@@ -22,8 +22,9 @@ from reference.adafactor import adafactor
 from reference.adagrad import adagrad
 from reference.adam import adamw as adamw_of_torch
 from reference.came import came
-from reference.muon import iterated, muon
+from reference.muon import muon
 from reference.musgd import musgd
+from reference.orthogonal import iterated
 from reference.rowwise_adagrad import rowwise_adagrad
 from reference.sgd import sgd
 from reference.sparse_adam import sparse_adam

@@ -5,7 +5,8 @@ import math
 import torch
 from torch.linalg import matrix_norm
 
-from reference.muon import QUINTIC, iterated
+from reference.muon import QUINTIC
+from reference.orthogonal import iterated
 
 
 def dion2(

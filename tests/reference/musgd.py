@@ -2,7 +2,8 @@
 
 import torch
 
-from reference.muon import QUINTIC, iterated
+from reference.muon import QUINTIC
+from reference.orthogonal import iterated
 from reference.sgd import sgd
 
 

@@ -103,7 +103,7 @@ class LoadsStates(BindsGroups):
     @torch.inference_mode(False)  # as where a step makes states
     def _take_over(self, state: dict[str, Any]) -> None:
         is_loading = "_loading" in vars(self)
-        names = [set(group) for group in self._groups] if is_loading else []
+        names = [set(group) for group in vars(self).get("_groups", ())]
         super().__setstate__(state)
         if "param_groups" in self.__dict__:
             self.param_groups = self.__dict__.pop("param_groups")
@@ -118,7 +118,7 @@ class LoadsStates(BindsGroups):
         for index, group in enumerate(self.param_groups):
             for name, value in self._later_options.items():
                 group.setdefault(name, value)
-            kept = names[index] if is_loading else group
+            kept = names[index] if index < len(names) else group
             fill_own(group, self.defaults, self._own_options, kept)
             make_plain(self._option_kinds, group)
             for p, key in zip(group["params"], keys, strict=False):

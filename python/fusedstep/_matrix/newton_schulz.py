@@ -363,6 +363,14 @@ def _times(factor: Tensor, x: Tensor, own: float, out: Tensor) -> None:
         torch.bmm(*pair, out=out)
 
 
+def _polynomial(gram: Tensor, b: float, c: float, out: Tensor) -> None:
+    """Writes b A + c A²."""
+    if c == 0:  # torch's product of bfloat16 on a CPU is wrong then
+        torch.mul(gram, b, out=out)
+    else:
+        torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=out)
+
+
 def _usual_form(
     x: Tensor, spare: Tensor, squares: list[Tensor], steps: Sequence[Step], start: _Aol | None
 ) -> Tensor:
@@ -372,7 +380,7 @@ def _usual_form(
             start.gram(x, out=gram)
         else:
             _gram(x, out=gram)
-        torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        _polynomial(gram, b, c, out=polynomial)
         if start:
             polynomial.diagonal(dim1=1, dim2=2).add_(a)
             start.times(polynomial, x, out=spare)
@@ -394,7 +402,7 @@ def _gram_form(
         elif begins:
             _gram(x, out=gram)
         # The step multiplies by a I + this. All these matrices are polynomials of one, and commute.
-        torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        _polynomial(gram, b, c, out=polynomial)
         if begins and ends and not start:
             _times(polynomial, x, a, out=spare)
             x, spare = spare, x

@@ -6,7 +6,7 @@ import torch
 from fusedstep import optim
 from fusedstep._matrix import newton_schulz
 from fusedstep._matrix.newton_schulz import Chain, Scratch, coefficients_of, orthogonalize
-from reference.muon import almost_orthogonal, iterated
+from reference.orthogonal import almost_orthogonal, iterated
 from support.matrices import error
 
 pytestmark = pytest.mark.skipif(

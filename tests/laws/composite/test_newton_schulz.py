@@ -6,7 +6,7 @@ import torch
 from fusedstep._matrix import newton_schulz
 from fusedstep._matrix.newton_schulz import Scratch, coefficients_of, orthogonalize
 from fusedstep._native import ops
-from reference.muon import iterated
+from reference.orthogonal import iterated
 from support.matrices import error
 from support.stepping import forced_isa
 

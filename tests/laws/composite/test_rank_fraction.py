@@ -15,7 +15,7 @@ from fusedstep._matrix.chosen import Chosen, largest, norms_of
 from fusedstep._matrix.newton_schulz import has_engine
 from fusedstep._native import ops
 from reference.dion2 import dion2
-from reference.muon import iterated
+from reference.orthogonal import iterated
 from support.matrices import assert_moved_alike, error, largest_allocation, parameters, step
 from support.stepping import WAYS
 
