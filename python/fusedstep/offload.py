@@ -24,6 +24,7 @@ from fusedstep._api.unknown import options_of
 from fusedstep._sharding.dtensor import is_dtensor
 from fusedstep._state.checks import name_of
 from fusedstep._state.storage import asked_way
+from fusedstep._step.binding import forget_removed
 from fusedstep._step.plan import Bucket
 
 __all__ = ["OffloadedOptimizer", "offload"]
@@ -303,7 +304,7 @@ class OffloadedOptimizer(Optimizer):
             if not is_known and sys.getrefcount(copy.source) == of_nobody:
                 del self._on_cpu[copy.source]
         self._removed = [copy for copy in self._removed if copy.source in self._on_cpu]
-        self._inner._forget_removed()
+        forget_removed(self._inner)
         held.clear()
 
     def _in_groups(self) -> dict[_Copy, None]:

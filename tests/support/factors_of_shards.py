@@ -145,7 +145,7 @@ def native_kernels_step_parts(here):
             set_gradients(here, params, shards, cut, 0)
             optimizer = optim.Adafactor(shards, fused=fused, variant="transformers")
             with mock.patch(
-                "fusedstep.optim.adafactor.part_by_torch", wraps=part_by_torch
+                "fusedstep._factored.program.part_by_torch", wraps=part_by_torch
             ) as by_torch:
                 optimizer.step()
             empty = sum(local(shard).numel() == 0 for shard in shards)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusedstep import optim
+from fusedstep._step.program import Program
 from fusedstep._step.undo import NO_RESERVE
 from support.cases import PLAIN, Case, first_of_each
 from support.stepping import bits, make_gradients, make_weights
@@ -355,7 +356,14 @@ def copied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def made(scenario: Scenario, case: Case | Composite) -> Subject:
     subject = scenario.make(case)
     if not scenario.is_alone:
-        subject.optimizer._reserved = lambda work: NO_RESERVE
+        of_optimizer = subject.optimizer._program
+
+        def without_reserve(*of: Any) -> Program:
+            program = of_optimizer(*of)
+            program.reserve = lambda: NO_RESERVE
+            return program
+
+        subject.optimizer._program = without_reserve
     return subject
 
 

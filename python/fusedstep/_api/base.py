@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from itertools import compress
-from typing import Any, ClassVar, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.foreign import not_of_step, with_advice
 from fusedstep._api.init_group import init_group
-from fusedstep._api.loading import LoadsStates
+from fusedstep._api.loading import load_state_dict, set_state_of_copy
 from fusedstep._api.registry import classes, register
-from fusedstep._api.repeat import is_fixed, last_step
-from fusedstep._api.state import WatchedState
+from fusedstep._api.repeat import is_fixed
+from fusedstep._api.state import accessed_states, get_state, look_for_holders, set_state, state_dict
 from fusedstep._api.unknown import check_keys, options_of
+from fusedstep._api.update import update_all, update_bucket
 from fusedstep._native import ops
 from fusedstep._options.docs import complete
 from fusedstep._options.kinds import (
-    Options,
     check_floats,
     check_kinds,
     check_number,
@@ -33,111 +34,53 @@ from fusedstep._options.kinds import (
     named_values,
     numeric,
 )
-from fusedstep._options.shared import OF_TORCH, OWN, own_option, without_unset
+from fusedstep._options.shared import own_option, without_unset
 from fusedstep._state import storage
 from fusedstep._state.checks import check_storage
 from fusedstep._state.codes import OF_INT4, warn_of_codes
-from fusedstep._state.kinds import COUNT, States
 from fusedstep._state.states import StateStore
-from fusedstep._step.binding import BindsGroups
-from fusedstep._step.clip import EPSILON, Asked, factors_of, norm_of
-from fusedstep._step.factors import PLAIN, Factors, is_one
-from fusedstep._step.gradients import by_place, cut_off, treat_grads
+from fusedstep._step.binding import (
+    bind,
+    check_composite,
+    forget_plans,
+    has_sparse,
+    is_known,
+    is_native,
+    may_be_skipped,
+    spread_weights,
+    wants_native,
+    why_no_kernels,
+)
+from fusedstep._step.factors import Factors
+from fusedstep._step.gradients import by_place
 from fusedstep._step.hooks import is_compiling, outside_graphs, with_hooks
-from fusedstep._step.nonfinite import SkippedSteps, check_norm
-from fusedstep._step.plan import Bucket, GradUse, Work, same
-from fusedstep._step.step import take
+from fusedstep._step.nonfinite import SkippedSteps
+from fusedstep._step.owner import Owner
+from fusedstep._step.plan import Work, same
+from fusedstep._step.program import Program
 from fusedstep._step.support import why_not_native
-from fusedstep._step.undo import Progress
-from fusedstep._torch_ops.imperative import ImperativeTwin
+from fusedstep._torch_ops.imperative import (
+    MOST_COPIES,
+    imperative_step,
+    imperative_steps,
+    rehearse,
+    size_of,
+    step_on_numbers,
+    widened,
+    write_back,
+    written_early,
+)
 
 #: A closure's result.
 _Loss = TypeVar("_Loss")
 
 
-class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Optimizer):
+class FusedOptimizer(Owner):
     """Base of all optimizers: updates a group natively or, weight by weight, by torch operations.
 
     A subclass says what is its own: the constructor, the names of its states, the native rule, and
     the imperative twin.
     """
-
-    #: Name of the native rule, which owns the order of its hyper-parameters.
-    _rule: ClassVar[str]
-    #: Hyper-parameters of the native rule that are no options of the class, with their values.
-    _rule_constants: ClassVar[dict[str, Any]] = {}
-    #: What there is to know of each state of a weight. Without a step count among them the native
-    #: step has one, which no dictionary holds.
-    _state_kinds: ClassVar[States] = COUNT
-    #: Names of the states that are tensors, in the order of the native rule.
-    _states: ClassVar[tuple[str, ...]]
-    #: Names of the states that are numbers, of all weights.
-    _numbers: ClassVar[tuple[str, ...]]
-    #: True if an element's update depends on no other element: shards can then be stepped alone. Of
-    #: others a step of shards is two phases, with norms over all processes in between.
-    _elementwise: ClassVar[bool] = True
-    #: True if the native step of shards is these two phases.
-    _in_phases: ClassVar[bool] = False
-    #: True if ``foreach=True`` asks for torch operations, as torch's does.
-    _foreach_means_unfused: ClassVar[bool] = True
-    #: False if torch has the class without the option ``fused``. If true, every group has it, and
-    #: ``foreach`` takes no tensors for numbers.
-    _torch_fuses: ClassVar[bool] = True
-    #: True if groups may be composites. Such a step is never part of a graph of torch.compile.
-    _composite: ClassVar[bool] = False
-    #: True if a step in torch operations allocates nothing once it has written a dense weight or a
-    #: state of it. Otherwise copies are kept, and put back if there is no memory half way.
-    _allocates_first: ClassVar[bool] = False
-    #: True if a training with int4 states ends near one with float32 states, as measured in
-    #: docs/small_states.md. Otherwise int4 is warned of.
-    _learns_in_int4: ClassVar[bool] = False
-    #: The codes of a class's states unless ``state_dtype`` is given.
-    _usual_codes: ClassVar[str | None] = None
-    #: False if norms of gradients are added up in the order of these, whatever that of a native
-    #: plan is.
-    _plan_takes_norm: ClassVar[bool] = True
-    #: True if composite steps on a GPU take a factor of gradients that the GPU knows, and the host
-    #: does not wait for.
-    _queues_factors: ClassVar[bool] = False
-    #: The option by which a native step leaves gradients as they are. Without it the step may leave
-    #: anything in them. None if it leaves nothing there anyway.
-    _keeps_grads_by: ClassVar[str | None] = None
-    #: False if no native step scales or zeroes gradients.
-    _writes_grads: ClassVar[bool] = True
-    #: The ``max_grad_norm`` that does not even take the norm of gradients.
-    _no_max_grad_norm: ClassVar[float | None] = None
-    #: What the norm of gradients is raised by before the division that clips them, as by
-    #: clip_grad_norm_: a number, or the option that has it.
-    _grad_norm_eps: ClassVar[float | str] = EPSILON
-    #: The devices that have native kernels of the class; None if all do for which there are any.
-    _native_devices: ClassVar[tuple[str, ...] | None] = None
-    #: False if no native step takes a part of a weight that other processes have other parts of.
-    _steps_shards_natively: ClassVar[bool] = True
-    #: The error for a sparse gradient, with the name of the class; None where a step updates the
-    #: rows of the gradient, if these options are 0.
-    _against_sparse: ClassVar[str | None] = "{name} does not support sparse gradients"
-    _zero_with_sparse: ClassVar[tuple[str, ...]] = ()
-    #: False if all gradients have to be sparse.
-    _takes_dense: ClassVar[bool] = True
-    #: True if dictionaries may hold a step count for a whole group.
-    _counts_in_groups: ClassVar[bool] = False
-
-    #: Known of a step of composites that is under way: a second one at once is an error.
-    _stepping: object
-
-    #: States of other libraries' dictionaries that no step reads: they are dropped.
-    _unread_states: ClassVar[frozenset[str]] = frozenset()
-    #: States that _in_form() reads, beyond those that a weight has.
-    _foreign_states: ClassVar[frozenset[str]] = frozenset()
-
-    #: What there is to know of each option of a group.
-    _option_kinds: ClassVar[Options] = OF_TORCH
-    #: Options that a group has only where they were set, with their values where it has not.
-    _own_options: ClassVar[dict[str, Any]] = OWN
-    #: Options that older dictionaries lack, with the values that mean what was done then.
-    _later_options: ClassVar[dict[str, Any]] = named_values(OF_TORCH, "before")
-    #: The argument of the constructor that chooses values of other options, if there is one.
-    _preset: ClassVar[str | None] = None
 
     def __init_subclass__(cls, *, is_alias: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -202,6 +145,10 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
 
     def _check_group(self, index: int, group: dict[str, Any]) -> None:
         """Raises what is wrong with a group, beyond what _check_kinds() does."""
+
+    def _in_own_words(self, group: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+        """The options of a dictionary's group by this class's names; ``own``: those it replaces."""
+        return group
 
     def _sparse_error(self, group: dict[str, Any]) -> str | None:
         """Text of the error for a sparse gradient; None where only its rows are updated."""
@@ -308,6 +255,63 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
             if tensor is not state[name]:
                 state[name].copy_(tensor)
 
+    def _composite_steps(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        """Steps the weights of a group whose step is made of several operations over all of them.
+
+        The gradients are multiplied by the factor of the step, and not negated by ``maximize``.
+        """
+        raise NotImplementedError
+
+    def _part_size(self, item: Work) -> int:
+        """The most bytes that a part of the step of a group may allocate."""
+        return MOST_COPIES * max(map(size_of, item.weights, item.grads))
+
+    def _program(self, work: list[Work], factors: Factors) -> Program:
+        """What a step does with work that has no plan."""
+        return Program(self, work, factors)
+
+    def _exchanges(self, group: dict[str, Any]) -> bool:
+        """Returns whether steps of a group add up numbers of its weights over the processes."""
+        return not self._elementwise
+
+    def _slots(
+        self, group: dict[str, Any], weights: list[Tensor], states: list[dict[str, Tensor]]
+    ) -> list[Tensor]:
+        """The states of a group's weights as the native rule has them, slot by slot."""
+        return self._store.slots(self._store.names_of(group, weights[0]), weights, states)
+
+    def _writes_natively(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> bool:
+        """Returns whether a native operation changes weights that have no plan."""
+        return False
+
+    # Functions over an optimizer, which some classes extend
+
+    _update_all = update_all
+    _update_bucket = update_bucket
+    _accessed_states = accessed_states
+    _look_for_holders = look_for_holders
+    _wants_native = wants_native
+    _is_native = is_native
+    _why_not_native = why_no_kernels
+    _forget_plans = forget_plans
+    _spread_weights = spread_weights
+    _has_sparse = has_sparse
+    _may_be_skipped = may_be_skipped
+    _bind = bind
+    _check_composite = check_composite
+    _is_known = is_known
+    _rehearse = rehearse
+    _imperative_steps = imperative_steps
+    _imperative_step = imperative_step
+    _written_early = written_early
+    _step_on_numbers = step_on_numbers
+    _widened = widened
+    _write_back = write_back
+
     # Groups and states
 
     def __repr__(self) -> str:
@@ -318,6 +322,29 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
             if (note := storage.note_of(group))
         ]
         return f"{super().__repr__().removesuffix(')')}{''.join(notes)})"
+
+    @property
+    def state(self) -> defaultdict[Tensor, dict[str, Any]]:
+        return get_state(self)
+
+    @state.setter
+    def state(self, state: defaultdict[Tensor, dict[str, Any]]) -> None:
+        set_state(self, state)
+
+    def state_dict(self) -> dict[str, Any]:
+        return state_dict(self, super().state_dict)
+
+    @torch._disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the optimizer state, as torch does, but for float32 states of 16-bit weights.
+
+        They stay float32. torch casts them to the weight's dtype. Nothing has changed after an
+        error. Another thread must not step meanwhile: who comes second gets an error.
+        """
+        load_state_dict(self, state_dict, super().load_state_dict)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        set_state_of_copy(self, state, super().__setstate__)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -463,7 +490,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         Lightning refuses to clip the gradients of an optimizer that says so, and Accelerate does
         not notice that it skipped a step.
         """
-        return all(
+        return not self._host_counts_steps and all(
             own_option(group, "fused") and self._is_native(group, group["params"])
             for group in self.param_groups
         )
@@ -521,53 +548,6 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
 
     _update_outside_graphs = torch._disable_dynamo(_update)
 
-    def _update_all(
-        self,
-        max_norm: float | None,
-        zero_grad: bool | Literal["none"],
-        error_if_nonfinite: bool = False,
-    ) -> Tensor | None:
-        self._begin_step()
-        own_max_norm, work = self._max_grad_norm(), self._bind_groups()
-        scaler = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        eps = 0.0 if own_max_norm is None else self._grad_norm_eps
-        if isinstance(eps, str):
-            eps = float(self._groups[-1][eps])
-        skips = self._skips_nonfinite()
-        asked = Asked(max_norm, own_max_norm, eps, error_if_nonfinite, skips)
-        spread = self._spread_weights() if asked.is_norm else None
-        factors = factors_of(work, scaler, asked, spread)
-        if error_if_nonfinite and spread is not None:
-            check_norm(factors, work, spread, self._groups)
-        norm: Tensor | None = None
-        if max_norm is not None:  # before anything is changed: there may be no memory for it
-            if isinstance(factors.norm, Tensor):
-                norm = factors.norm
-            else:
-                norm = torch.tensor(factors.norm, dtype=torch.float64, device="cpu")
-        of_others = 0.0 if zero_grad else factors.of_others
-        if not isinstance(of_others, Tensor) and of_others not in (0, 1):
-            of_others = torch.tensor(of_others, dtype=torch.float64, device="cpu")  # here as well
-        if factors.is_skipped:
-            untreated = [pair for item in work for pair in item.pairs()]
-        else:
-            untreated = self._update_groups(work, factors, zero_grad)
-        if asked.is_norm:
-            self._norm = factors.norm
-        if skips:
-            self._skipped.add(factors)
-        if zero_grad == "none":
-            for item in work:
-                for weight in item.weights:
-                    weight.grad = None
-        else:
-            treat_grads(untreated, of_others)
-            if zero_grad:
-                cut_off([grad for item in work for grad in item.grads])
-        return norm
-
-    _norm: float | Tensor | None = None  # of the gradients, at the last step that took it
-
     @property
     def grad_norm(self) -> Tensor | None:
         """The 2-norm of all gradients at the last step that took it, before it was clipped.
@@ -593,82 +573,6 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         counts its own, and reading the number waits for it. No dictionary holds the number.
         """
         return self._skipped.count()
-
-    def _begin_step(self) -> None:
-        if "_loading" in self.__dict__:
-            raise RuntimeError("another thread is loading this optimizer's state")
-        self._last_step = None
-
-    def _update_bucket(self, bucket: Bucket, clip: float | Tensor | None) -> float | Tensor:
-        """Steps those weights of a bucket that have gradients, which are None then.
-
-        ``clip``: a factor of the gradients; their norm without it is returned, else inf.
-        """
-        self._begin_step()
-        if name := self._needs_whole_norm():
-            raise RuntimeError(
-                f"{name} needs the gradients of all weights, of which a step in the backward "
-                "pass has a bucket"
-            )
-        work, factors = self._bind_groups(bucket), PLAIN
-        if clip is not None:
-            factors = Factors(clip=clip, norm=norm_of(work, self._spread_weights()))
-        self._update_groups(work, factors, "none")
-        for item in work:
-            for weight in item.weights:
-                weight.grad = None
-        return factors.norm
-
-    def _update_groups(
-        self, work: list[Work], factors: Factors, zero_grad: bool | Literal["none"]
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Steps all groups, as take() does; notes how, for a next step that is like this one."""
-        if factors is not PLAIN and any(item.queue is None for item in work):
-            factors = factors.waited()
-        work = [
-            item._replace(
-                use=self._grad_use(item.group, factors, zero_grad),
-                options=self._checked_options(item, factors),
-            )
-            for item in work
-        ]
-        self._make_ready(work, factors)
-        self._progress = Progress(work, self._reserved(work))
-        spread = None if self._elementwise else self._spread_weights()
-        with self._progress:
-            untreated = take(
-                self._rule,
-                work,
-                factors,
-                self._check_ready,
-                self._with_factor,
-                self._imperative_update,
-                self._accessed_states,
-                spread=spread,
-                in_phases=self._in_phases,
-                stepped=self._progress.stepped,
-            )
-        if zero_grad is True and not self._writes_grads:
-            untreated = [pair for item in work for pair in item.pairs()]
-        # One that communicates has more to do than its kernels.
-        is_alone = not (spread and spread.places)
-        is_plain = factors is PLAIN and not zero_grad
-        if ops.bind and is_plain and is_alone and self._seen is not None:
-            self._last_step = last_step(
-                self._rule,
-                self._groups,
-                work,
-                (self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks),
-                self._seen.values,
-                self._accessed_states if self._store.was_read else lambda weights: None,
-            )
-        return untreated
-
-    def _make_ready(self, work: list[Work], factors: Factors) -> None:
-        """Makes what a step needs in memory of its own; all options have been checked."""
-
-    def _check_ready(self) -> None:
-        """Raises an error of what a step needs; nothing has been changed so far."""
 
     def _checked_options(self, item: Work, factors: Factors) -> tuple[float, ...]:
         """Options as a native step takes them; an error before any group has stepped."""
@@ -705,20 +609,6 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     def _has_passed(self, group: dict[str, Any]) -> bool:
         known = self._passed.get(id(group["params"]))
         return known is not None and same(_items_of(group), known)
-
-    def _grad_use(
-        self, group: dict[str, Any], factors: Factors, zero_grad: bool | Literal["none"]
-    ) -> GradUse:
-        if not self._writes_grads:
-            return GradUse.LEAVE
-        if zero_grad is True:
-            return GradUse.CLEAR
-        if self._keeps_grads_by and not group[self._keeps_grads_by]:
-            return GradUse.SCRATCH
-        # The kernel would leave the gradient as it took it: clipped too.
-        if is_one(factors.grad) or not is_one(factors.clip) or zero_grad:
-            return GradUse.LEAVE
-        return GradUse.SCALE
 
 
 def _items_of(group: dict[str, Any]) -> list[Any]:

@@ -34,7 +34,7 @@ from fusedstep._sharding.exchange import cut_of, is_gathered, step_whole
 from fusedstep._state.checks import name_of
 from fusedstep._step.factors import Factors
 from fusedstep._step.plan import Work
-from fusedstep._step.program import Pass
+from fusedstep._step.program import Pass, Program
 from fusedstep._step.sums import of_each
 
 
@@ -97,11 +97,8 @@ class MuonSteps(MatrixBatches):
     def _exchanges(self, group: dict[str, Any]) -> bool:
         return uses_muon(group)
 
-    def _imperative_update(self, work: list[Work]) -> list[Pass]:
-        # Before anything is changed; transfers that some processes take no part in would not end.
-        weights = [p for item in work if uses_muon(item.group) for p in item.weights]
-        self._spread_weights().sums_of_rows(of_each(0), weights, [[] for _ in weights])
-        return super()._imperative_update(work)
+    def _program(self, work: list[Work], factors: Factors) -> Program:
+        return _MuonProgram(self, work, factors)
 
     def _composite_steps(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
@@ -162,6 +159,18 @@ class MuonSteps(MatrixBatches):
         for part in parts:
             part.of(orthogonal).mul_(lr * self._ratio(group, part.matrix_shape))
         return weight * (1 - decay) - orthogonal
+
+
+class _MuonProgram(Program):
+    """A program that looks first whether all processes have gradients of the same weights."""
+
+    optimizer: MuonSteps
+
+    def run(self, work: list[Work]) -> list[Pass]:
+        # Before anything is changed; transfers that some processes take no part in would not end.
+        weights = [p for item in work if uses_muon(item.group) for p in item.weights]
+        self.optimizer._spread_weights().sums_of_rows(of_each(0), weights, [[] for _ in weights])
+        return super().run(work)
 
 
 def _iterated(group: dict[str, Any], update: Tensor) -> Tensor:

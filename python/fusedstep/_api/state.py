@@ -1,4 +1,10 @@
-"""The state of an optimizer, which knows whether code outside of the optimizer may hold it."""
+"""The attribute ``state`` of an optimizer, and whether code outside of the optimizer may hold it.
+
+Code that has read it may exchange its entries, or move their memory, at any time. Every step then
+looks for that and raises the versions of the states, until nobody holds them any more. Code of the
+optimizer that lets nothing of the state out uses ``_state``. The store has the note of a read:
+frameworks wrap an optimizer in an object of the same class, which shares the store.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,7 @@ import functools
 import sys
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -17,64 +24,59 @@ from fusedstep._step.owner import Owner
 from fusedstep._step.plan import Plan, Snapshot
 
 
-class WatchedState(Owner):
-    """Gives an optimizer its attribute ``state``.
+def get_state(optimizer: Owner) -> defaultdict[Tensor, dict[str, Any]]:
+    optimizer._store.note_read()
+    return optimizer._state
 
-    Code that has read it may exchange its entries, or move their memory, at any time. Every step
-    then looks for that and raises the versions of the states, until nobody holds them any more.
-    Code of the optimizer that lets nothing of the state out uses ``_state``. The store has the note
-    of a read: frameworks wrap an optimizer in an object of the same class, which shares the store.
+
+def set_state(optimizer: Owner, state: defaultdict[Tensor, dict[str, Any]]) -> None:
+    is_first = "_state" not in vars(optimizer)
+    optimizer._state = state
+    optimizer._store = optimizer._new_store(state)
+    if not is_first:  # torch's constructor sets the first one, and keeps it to itself
+        optimizer._store.note_read()
+
+
+def state_dict(optimizer: Owner, of_torch: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """``of_torch`` makes the dictionary."""
+    was_read = optimizer._store.was_read
+    dictionary = of_torch()
+    # Without states it lets nothing out, unless hooks have had the optimizer.
+    hooks = optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks
+    if not (optimizer._state or any(hooks)):
+        optimizer._store.was_read = was_read
+    return dictionary
+
+
+def accessed_states(optimizer: Owner, weights: list[Tensor]) -> list[Tensor]:
+    """The states of weights, if code outside may hold them: autograd may, too."""
+    if not optimizer._store.was_read:
+        return []
+    values = chain.from_iterable(optimizer._state.get(p, {}).values() for p in weights)
+    return [value for value in values if isinstance(value, Tensor) and not value.is_inference()]
+
+
+def look_for_holders(optimizer: Owner) -> Literal[True]:
+    """Counts steps since the state was read; now and then asks whether anybody holds it.
+
+    For steps that repeat the last one: all states are then held by a plan, and nothing else.
     """
-
-    @property
-    def state(self) -> defaultdict[Tensor, dict[str, Any]]:
-        self._store.note_read()
-        return self._state
-
-    @state.setter
-    def state(self, state: defaultdict[Tensor, dict[str, Any]]) -> None:
-        is_first = "_state" not in self.__dict__
-        self._state = state
-        self._store = self._new_store(state)
-        if not is_first:  # torch's constructor sets the first one, and keeps it to itself
-            self._store.note_read()
-
-    def state_dict(self) -> dict[str, Any]:
-        was_read = self._store.was_read
-        dictionary = super().state_dict()
-        # Without states it lets nothing out, unless hooks have had the optimizer.
-        hooks = self._optimizer_state_dict_pre_hooks, self._optimizer_state_dict_post_hooks
-        if not (self._state or any(hooks)):
-            self._store.was_read = was_read
-        return dictionary
-
-    def _accessed_states(self, weights: list[Tensor]) -> list[Tensor]:
-        """The states of weights, if code outside may hold them: autograd may, too."""
-        if not self._store.was_read:
-            return []
-        values = chain.from_iterable(self._state.get(p, {}).values() for p in weights)
-        return [value for value in values if isinstance(value, Tensor) and not value.is_inference()]
-
-    def _look_for_holders(self) -> Literal[True]:
-        """Counts steps since the state was read; now and then asks whether anybody holds it.
-
-        For steps that repeat the last one: all states are then held by a plan, and nothing else.
-        """
-        store = self._store
-        if not store.is_look_due():
-            return True
-        store.was_read = False  # before counting: another thread's read makes it True
-        if self._is_state_held():
-            store.was_read = True
+    store = optimizer._store
+    if not store.is_look_due():
         return True
+    store.was_read = False  # before counting: another thread's read makes it True
+    if is_state_held(optimizer):
+        store.was_read = True
+    return True
 
-    def _is_state_held(self) -> bool:
-        """Returns whether code outside holds states, if the last step can be repeated."""
-        if self._last_step is None:
-            return False
-        # The record of the last step has a list of the states, if they had been read by then.
-        in_record = any(part.states for part in self._last_step.parts)
-        return not _is_held_as(self._state, _holders_of_unread_states(), in_record)
+
+def is_state_held(optimizer: Owner) -> bool:
+    """Returns whether code outside holds states, if the last step can be repeated."""
+    if optimizer._last_step is None:
+        return False
+    # The record of the last step has a list of the states, if they had been read by then.
+    in_record = any(part.states for part in optimizer._last_step.parts)
+    return not _is_held_as(optimizer._state, _holders_of_unread_states(), in_record)
 
 
 def _is_held_as(

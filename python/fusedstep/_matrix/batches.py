@@ -89,10 +89,11 @@ from fusedstep._sharding.exchange import (
 )
 from fusedstep._state.counts import count_steps
 from fusedstep._state.storage import seed_of, way_of
+from fusedstep._step.owner import Owner
 from fusedstep._step.plan import Work, same
 from fusedstep._step.program import Pass, add_up, run
 from fusedstep._step.undo import numbers_first, undone_on_error
-from fusedstep._torch_ops.imperative import MOST_COPIES, ImperativeTwin, size_of
+from fusedstep._torch_ops.imperative import MOST_COPIES, size_of
 
 #: Elements that go through the products together at most. More do not fill a device better, and
 #: their copies would have to be kept: on a CPU they leave its caches as well.
@@ -115,7 +116,7 @@ _CALLS_ELSEWHERE = 1 << 35
 _Key = TypeVar("_Key")
 
 
-class MatrixBatches(ImperativeTwin):
+class MatrixBatches(Owner):
     """Steps the matrices of a group batch by batch."""
 
     # Steps that a class may take otherwise

@@ -1,4 +1,4 @@
-"""Steps of sharded weights through a low-rank projection.
+"""What a step through a projection exchanges of sharded weights.
 
 All processes take the same collectives. First the processes exchange which gradients there are, and
 whether the gradients are finite; the other collectives follow from the weights with a gradient.
@@ -6,141 +6,95 @@ whether the gradients are finite; the other collectives follow from the weights 
 
 from __future__ import annotations
 
-import functools
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
-from fusedstep._matrix.low_rank_bases import LowRankBases
-from fusedstep._matrix.projection import why_not_projected
+from fusedstep._matrix.low_rank_bases import Bases, Projection
+from fusedstep._matrix.projection import sides_of
 from fusedstep._matrix.scratch import Scratch
 from fusedstep._matrix.sharded_projections import is_summed, made_by_owners
-from fusedstep._sharding.dtensor import is_dtensor, local
-from fusedstep._sharding.exchange import Cut, cut_of, step_whole
+from fusedstep._sharding.dtensor import local
+from fusedstep._sharding.exchange import Cut, cut_of
+from fusedstep._state.checks import name_of
 from fusedstep._step.nonfinite import not_finite
 from fusedstep._step.plan import Work
 from fusedstep._step.sums import Place, SpreadWeights, of_each, place_of
 
 
-class LowRankShards(LowRankBases):
-    """The part of steps through a projection that shards need."""
+def name_in(item: Work, weight: Tensor) -> str:
+    """Names a weight of work in an error."""
+    place = next(i for i, p in enumerate(item.group["params"]) if p is weight)
+    return name_of(item.group, item.number, place)
 
-    #: False if weights of groups with a rank cannot be DTensors.
-    _takes_shards: ClassVar[bool] = True
-    #: Memory for low-rank gradients, by the first weight of a launch.
-    _scratch: dict[Tensor, Scratch]
-    #: Bases made for the step under way.
-    _fresh: dict[Tensor, dict[str, Tensor]]
 
-    def _scratch_of(self, item: Work) -> Scratch | None:
-        return self._scratch.get(item.weights[0])
+def not_finite_error(item: Work, weight: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"the gradient of {name_in(item, weight)} has elements that are NaN or infinite: no weight "
+        "or state has been changed"
+    )
 
-    @classmethod
-    def _why_not_projected(cls, group: dict[str, Any], weight: Tensor) -> str | None:
-        if weight.is_nested:
-            return f"is a nested tensor, which {cls.__name__} does not project"
-        if is_dtensor(weight) and not cls._takes_shards:
-            return (
-                f"is a DTensor: {cls.__name__} does not project shards. Put it into a group "
-                "without a rank"
-            )
-        return why_not_projected(group, weight)
 
-    def _exchanges(self, group: dict[str, Any]) -> bool:
-        return super()._exchanges(group) or self._is_projected(group)
+def sums_over(group: dict[str, Any], weight: Tensor) -> Cut | None:
+    """The cut of the shards of a weight whose low-rank gradient is a sum over the processes."""
+    cut = cut_of(weight)
+    return cut if cut is not None and is_summed(cut, sides_of(group, weight.shape)) else None
 
-    def _spread_projected(self) -> SpreadWeights | None:
-        """The weights that are spread over processes, if some of them are projected."""
-        cut = (
-            cut_of(p) is not None
-            for group in self._groups
-            if self._is_projected(group)
-            for p in group["params"]
-        )
-        return self._spread_weights() if any(cut) else None
 
-    def _summed_over(self, group: dict[str, Any], weight: Tensor) -> Cut | None:
-        """The cut of the shards of a weight whose low-rank gradient is a sum over the processes."""
-        cut = cut_of(weight)
-        return cut if cut is not None and is_summed(cut, self._sides(group, weight)) else None
+def make_bases_of_shards(
+    found: list[tuple[Work, Scratch | None]],
+    spread: SpreadWeights,
+    projection: Projection,
+    bases: Bases,
+) -> None:
+    """Makes new bases of whole gradients, each in one process.
 
-    def _needs_gradient(self, item: Work, weight: Tensor) -> bool:
-        """Returns whether a step makes bases of a shard's whole gradient."""
-        return (
-            cut_of(weight) is not None
-            and bool(self._shapes_from_gradients(item.group, weight))
-            and self._is_due(item.group, weight, self._count(weight))
-        )
+    Raises in all processes if one has gradients of others, or not finite ones.
+    """
+    rows: list[tuple[Work, Tensor, Tensor, bool]] = []
+    flags = []
+    for item, scratch in found:
+        for is_due, pair in zip(bases.due(item.group, item.weights), item.pairs(), strict=True):
+            weight, own = pair[0], local(pair[1])
+            if place_of(weight):
+                needs_whole = (
+                    is_due
+                    and cut_of(weight) is not None
+                    and bool(projection.shapes_from_gradients(item.group, weight))
+                )
+                # A NaN in other gradients shows in their low-rank gradients.
+                is_bad = (scratch is None or needs_whole) and not_finite(own)
+                flags.append([float(is_bad), float(needs_whole and own.any())])
+                rows.append((item, *pair, needs_whole))
+    due = []
+    sums = spread.sums_of_rows(of_each(2), [weight for _, weight, *_ in rows], flags)
+    for (item, weight, grad, needs_whole), (bad, has_any) in zip(rows, sums, strict=True):
+        if bad:
+            raise not_finite_error(item, weight)
+        if needs_whole:
+            bases.is_zero[weight] = not has_any
+            if has_any:
+                due.append((item, weight, grad))
+            else:
+                bases.make_zero(item.group, weight)
 
-    def _check_shards(self, work: list[Work], spread: SpreadWeights) -> None:
-        """Raises in all processes if one has gradients of others, or not finite ones.
+    def make(place: int, matrix: Tensor) -> dict[str, Tensor]:
+        item, weight, _ = due[place]
+        return bases.new(item.group, weight, matrix, True)
 
-        Finds gradients of zeros that bases are due of.
-        """
-        found: list[tuple[Work, Tensor, bool]] = []
-        flags = []
-        for item in work:
-            scratch = self._scratch_of(item)
-            for weight, grad in item.pairs():
-                if place_of(weight):
-                    own, is_due = local(grad), self._needs_gradient(item, weight)
-                    # A NaN in other gradients shows in their low-rank gradients.
-                    is_bad = (scratch is None or is_due) and not_finite(own)
-                    flags.append([float(is_bad), float(is_due and own.any())])
-                    found.append((item, weight, is_due))
-        sums = spread.sums_of_rows(of_each(2), [weight for _, weight, _ in found], flags)
-        for (item, weight, is_due), (bad, has_any) in zip(found, sums, strict=True):
-            if bad:
-                raise self._not_finite_error(item.group, weight)
-            if is_due:
-                self._is_zero[weight] = not has_any
+    def raise_failed(place: int) -> None:
+        item, weight, _ = due[place]
+        raise RuntimeError(f"another process could not make the bases of {name_in(item, weight)}")
 
-    def _make_bases_of_shards(self, work: list[Work]) -> None:
-        """Makes new bases of whole gradients, each in one process."""
-        due = []
-        for item in work:
-            for weight, grad in item.pairs():
-                if not self._needs_gradient(item, weight):
-                    continue
-                if self._is_zero[weight]:
-                    self._fresh[weight] = self._zero_bases(item.group, weight)
-                else:
-                    due.append((item.group, weight, grad))
-
-        def make(place: int, matrix: Tensor) -> dict[str, Tensor]:
-            group, weight, _ = due[place]
-            return self._new_bases(group, weight, matrix, self._count(weight), True)
-
-        def raise_failed(place: int) -> None:
-            group, weight, _ = due[place]
-            raise RuntimeError(
-                f"another process could not make the bases of {self._name_of(group, weight)}"
-            )
-
-        found = made_by_owners(
-            [grad for *_, grad in due],
-            [self._shapes_from_gradients(group, weight) for group, weight, _ in due],
-            [self._state[weight]["exp_avg"].dtype for _, weight, _ in due],
-            make,
-            raise_failed,
-        )
-        for (_, weight, _), fresh in zip(due, found, strict=True):
-            self._fresh[weight] = fresh
-
-    def _not_finite_error(self, group: dict[str, Any], weight: Tensor) -> RuntimeError:
-        return RuntimeError(
-            f"the gradient of {self._name_of(group, weight)} has elements that are NaN or "
-            "infinite: no weight or state has been changed"
-        )
-
-    def _imperative(
-        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
-    ) -> None:
-        """Steps a weight by the formula: of shards all processes take the whole."""
-        if not (self._is_projected(group) and is_dtensor(weight)):
-            super()._imperative(group, weight, grad, state)
-            return
-        step_whole(functools.partial(self._formula, group), weight, grad, state)
+    made = made_by_owners(
+        [grad for *_, grad in due],
+        [projection.shapes_from_gradients(item.group, weight) for item, weight, _ in due],
+        [bases.states[weight]["exp_avg"].dtype for _, weight, _ in due],
+        make,
+        raise_failed,
+    )
+    for (_, weight, _), fresh in zip(due, made, strict=True):
+        bases.fresh[weight] = fresh
 
 
 def is_anywhere(found: bool, spread: SpreadWeights, weights: list[Tensor]) -> bool:

@@ -59,6 +59,11 @@ def sides(proj_type: str, rows: int, columns: int) -> tuple[str, ...]:
     return (RIGHT,) if (rows >= columns) == (proj_type == "std") else (LEFT,)
 
 
+def sides_of(group: dict[str, Any], shape: torch.Size) -> tuple[str, ...]:
+    """The sides that the gradient of a weight of this shape is projected from."""
+    return sides(group["proj_type"], shape[0], shape[1:].numel())
+
+
 def why_not_projected(group: dict[str, Any], weight: Tensor) -> str | None:
     """Returns why a weight cannot be in a group with a rank, or None."""
     if is_dtensor(weight) and (reason := _why_not_sharded(group, weight)):
@@ -101,11 +106,6 @@ def low_shape(rank: int, side: tuple[str, ...], rows: int, columns: int) -> torc
     return torch.Size((rank if LEFT in side else rows, rank if RIGHT in side else columns))
 
 
-def sides_of(group: dict[str, Any], shape: torch.Size) -> tuple[str, ...]:
-    """The sides that the gradient of a weight of this shape is projected from."""
-    return sides(group["proj_type"], shape[0], shape[1:].numel())
-
-
 def low_shape_of(group: dict[str, Any], shape: torch.Size) -> torch.Size:
     """The shape of the low-rank gradient of a weight of this shape in a group with a rank."""
     return low_shape(group["rank"], sides_of(group, shape), shape[0], shape[1:].numel())
@@ -118,6 +118,6 @@ def basis_shapes(
     return {name: shapes[name] for name in side}
 
 
-def is_due(count: int, gap: int, offset: int) -> bool:
-    """Returns whether a basis is made anew at the step after so many: at the first one, always."""
-    return count == 0 or (count + offset) % gap == 0
+def basis_shapes_of(group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
+    """The shapes of the bases of a weight in a group with a rank."""
+    return basis_shapes(group["rank"], sides_of(group, weight.shape), *matrix_shape(weight))

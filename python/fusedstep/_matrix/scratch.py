@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedstep._matrix.channel_moves import ChannelMoves
-from fusedstep._matrix.products import project_all, size_between
+from fusedstep._matrix.products import as_matrix, project_all, size_between
 from fusedstep._native import ops
 from fusedstep._state.states import StateStore
 from fusedstep._step.plan import GradUse, Plan
@@ -68,6 +68,10 @@ class Scratch:
         self.plan = Plan(self.updates, slots, states, names, ("step",), False, False)
         self.moves: ChannelMoves | None = None
         """Those of an optimizer whose weights move along their gradients."""
+        self.has_products = False
+        """True if the step under way has taken products before its bases were looked at."""
+        self.had_no_factor = False
+        """True if the last step did not multiply gradients."""
 
     def bases(self, index: int) -> dict[str, Tensor]:
         """The bases of a weight, in its dtype: those of the step under way, or none before one."""
@@ -97,8 +101,22 @@ class Scratch:
         if bases is not self._bases[index]:
             self._new[index] = {side: basis.to(self.dtype) for side, basis in bases.items()}
 
-    def project(self, matrices: dict[int, Tensor], factor: float) -> None:
-        """Writes the low-rank gradients of weights by index, times a factor."""
+    def project(self, grads: dict[int, Tensor], factor: float) -> None:
+        """Writes the low-rank gradients of weights, times a factor; ``grads``: by index.
+
+        Gradients that are no matrices in memory are copied, one at a time.
+        """
+        together: dict[int, Tensor] = {}
+        for index, grad in grads.items():
+            matrix = as_matrix(grad)
+            if matrix.data_ptr() == grad.data_ptr():
+                together[index] = matrix
+            else:
+                self._project({index: matrix}, factor)
+        if together:
+            self._project(together, factor)
+
+    def _project(self, matrices: dict[int, Tensor], factor: float) -> None:
         bases, low = map(self.bases, matrices), map(self.low, matrices)
         project_all([*matrices.values()], [*bases], [*low], self.between, factor)
 

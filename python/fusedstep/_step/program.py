@@ -13,8 +13,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from fusedstep._sharding.dtensor import is_dtensor
 from fusedstep._sharding.exchange import Cut, transfer_device
+from fusedstep._step.factors import Factors, is_one
+from fusedstep._step.gradients import multiplied
+from fusedstep._step.plan import Work
 from fusedstep._step.sums import Part
+from fusedstep._step.undo import NO_RESERVE, Reserve
 
 
 class Exchange(Protocol):
@@ -25,6 +30,79 @@ class Exchange(Protocol):
 
 
 Pass = Generator[Exchange, Any, None]
+
+
+class StepsWork(Protocol):
+    """An optimizer, as a program knows it."""
+
+    def _is_composite(self, group: dict[str, Any]) -> bool: ...
+
+    def _composite_steps(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> None: ...
+
+    def _imperative_steps(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> None: ...
+
+    def _part_size(self, item: Work) -> int: ...
+
+
+class Program:
+    """The part of a step that native plans do not take: operations of torch, and passes.
+
+    A step calls the methods in this order, in the context of the program. Nothing is changed before
+    ``run``.
+    """
+
+    def __init__(self, optimizer: StepsWork, work: list[Work], factors: Factors) -> None:
+        """``work``: that without a plan."""
+        self.optimizer, self.work, self.factors = optimizer, work, factors
+
+    def prepare(self) -> None:
+        """Makes what the step needs in memory of its own; all options have been checked."""
+
+    def reserve(self) -> Reserve:
+        """Returns memory that is kept for parts of the step."""
+        options = ("differentiable", "capturable")
+        if (
+            not self.work
+            or torch._C._len_torch_dispatch_stack()
+            or any(item.group.get(name) for item in self.work for name in options)
+            or any(not p.is_cpu or is_dtensor(p) for item in self.work for p in item.weights)
+        ):
+            return NO_RESERVE
+        return Reserve(max(map(self.optimizer._part_size, self.work)))
+
+    def check(self) -> None:
+        """Raises an error of what the step needs, when native steps have been prepared."""
+
+    def multiplied(self, work: list[Work]) -> list[Work]:
+        """Work with gradients times the factor of the step, in memory of their own."""
+        there = self.factors.on_device
+        factor = self.factors.on_host if there is None else there
+        if not work or is_one(factor):
+            return work
+        return [item._replace(grads=multiplied(item.grads, factor)) for item in work]
+
+    def run(self, work: list[Work]) -> list[Pass]:
+        """Steps work that has been multiplied: all, or groups of it in turn.
+
+        Returns passes of weights that are spread over processes. They go together with the phases
+        of native steps.
+        """
+        for group, weights, grads, *_ in work:
+            if self.optimizer._is_composite(group):
+                self.optimizer._composite_steps(group, weights, grads)
+            else:
+                self.optimizer._imperative_steps(group, weights, grads)
+        return []
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Lets go of what the step has held; ``error``: None if it has been taken."""
 
 
 class Sums:

@@ -13,7 +13,7 @@ from fusedstep._native import ops
 from fusedstep._state.checks import with_name
 from fusedstep._step.factors import PLAIN, Factors, is_one
 from fusedstep._step.plan import Plan, Work
-from fusedstep._step.program import AddUp, Pass, Sums, run
+from fusedstep._step.program import AddUp, Pass, Program, Sums, run
 from fusedstep._step.sums import NORMS, SpreadWeights
 
 
@@ -21,9 +21,7 @@ def take(
     rule: str,
     work: list[Work],
     factors: Factors,
-    check_ready: Callable[[], None],
-    with_factor: Callable[[list[Work], Factors], list[Work]],
-    by_torch: Callable[[list[Work]], list[Pass]],
+    program: Program,
     accessed_states: Callable[[list[Tensor]], list[Tensor]],
     spread: SpreadWeights | None,
     in_phases: bool,
@@ -33,13 +31,10 @@ def take(
 
     ``stepped`` then has the weights that have been stepped, in front of it as well.
 
-    ``check_ready`` may raise: it is asked when native steps have been prepared, before the first
-    change. ``with_factor`` multiplies the gradients of work without a plan, and ``by_torch`` steps
-    it, but for passes that it returns: they go together with the phases of native steps.
-    ``accessed_states`` returns the states of
-    weights that autograd may know of. ``spread``: weights with parts in other processes, for a step
-    that takes norms or products of whole weights. ``in_phases``: the native step of such weights is
-    two phases, with norms in between.
+    ``program``: of the work without a plan, when it has been prepared. ``accessed_states`` returns
+    the states of weights that autograd may know of. ``spread``: weights with parts in other
+    processes, for a step that takes norms or products of whole weights. ``in_phases``: the native
+    step of such weights is two phases, with norms in between.
 
     Returns the weights and gradients of which no step has scaled or zeroed the gradient.
     """
@@ -53,9 +48,9 @@ def take(
             ops.prepare_step(rule, item.plan.handle, item.options, factor, item.use)
         except RuntimeError as error:
             raise with_name(error, item.number, item.group, item.weights) from None
-    check_ready()
+    program.check()
     others = [item for item in work if not item.plan]
-    others = with_factor(others, factors) if others else others
+    others = program.multiplied(others) if others else others
     # Groups without a plan run first if native steps may overwrite gradients, whose memory may be
     # shared, or if weights are sharded: all processes need one order of collectives. Otherwise
     # groups run in order, because two groups may share a weight.
@@ -64,7 +59,7 @@ def take(
     norms = [functools.partial(spread.sums, NORMS)] if spread and in_phases else []
     in_order, one_by_one = others and not at_once, iter(others)
     if not in_order:
-        _take_native(native, by_torch(others) if at_once else [], norms)
+        _take_native(native, program.run(others) if at_once else [], norms)
     for item in work:
         if item.plan:
             if in_order:
@@ -78,7 +73,7 @@ def take(
                 untreated.extend(item.pairs())
         else:
             if in_order:
-                _take_native([], by_torch([next(one_by_one)]), norms)
+                _take_native([], program.run([next(one_by_one)]), norms)
             untreated.extend(item.pairs())
     return untreated
 

@@ -312,7 +312,9 @@ def _state_of_apollo(of: _Weight) -> dict[str, Any]:
     if of.group["proj"] == "svd":
         bases = [of.state[side] for side in (LEFT, RIGHT) if side in of.state]
         return new | _projector("apollo_torch", 1, of, bases)
-    drawn = of.optimizer._new_bases(of.group, of.weight, of.weight, of.step(), True)
+    drawn = of.optimizer._projection.new_bases(
+        of.group, of.weight, of.state, of.weight, of.step(), True, True
+    )
     return new | _projector("apollo_torch", 0, of, [*drawn.values()], seed=seed)
 
 

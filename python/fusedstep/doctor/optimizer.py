@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.buckets import check_ours
+from fusedstep._api.state import is_state_held
 from fusedstep._options.shared import OWN
 from fusedstep._sharding.dtensor import local
 from fusedstep._state.storage import way_of
@@ -44,7 +45,7 @@ def findings_of(optimizer: Any) -> list[Finding]:
         found += [Finding(topic, *each) for each in _from_elsewhere(optimizer, group)]
         if lost := _of_rounding(group):
             found.append(Finding(topic, *lost))
-    if optimizer._store.was_read and optimizer._is_state_held():
+    if optimizer._store.was_read and is_state_held(optimizer):
         advice = "every step looks at all of them: delete what holds them, or keep a deepcopy"
         found.append(Finding("state", "a state_dict() or another variable holds states", advice))
     if skipped := optimizer.skipped_steps:

@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import functools
 import itertools
-import operator
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
@@ -19,8 +16,6 @@ from fusedstep._factored.formula import (
     factored_update,
     first_eps,
     length_of,
-    moment_names,
-    numbers_at,
     numbers_of,
     size_at,
 )
@@ -37,20 +32,17 @@ from fusedstep._factored.options import (
     of_a_variant,
     option_of,
 )
-from fusedstep._factored.steps import Call, native_parts, part_by_torch, step_parts
+from fusedstep._factored.program import FactoredProgram, fuses, operands_of
 from fusedstep._options.kinds import Options
 from fusedstep._options.shared import own_option
 from fusedstep._sharding.dtensor import is_dtensor, local, whole
 from fusedstep._state.checks import name_of, with_name
-from fusedstep._state.counts import count_steps
 from fusedstep._state.kinds import COUNT, State, States, same_shape
 from fusedstep._state.storage import way_of
 from fusedstep._step.factors import Factors
 from fusedstep._step.plan import Work
-from fusedstep._step.program import Pass
-from fusedstep._step.sums import place_of
+from fusedstep._step.program import Program
 from fusedstep._step.support import why_not_native
-from fusedstep._step.undo import undone_on_error
 
 __all__ = ["Adafactor"]
 
@@ -252,21 +244,7 @@ class Adafactor(FusedOptimizer):
         self, group: dict[str, Any], weights: list[Tensor], states: list[dict[str, Tensor]]
     ) -> list[Tensor]:
         self._check_states(group, weights)
-        return list(itertools.chain(*self._operands(group, weights, states)))
-
-    def _operands(
-        self, group: dict[str, Any], weights: list[Tensor], states: list[dict[str, Tensor]]
-    ) -> list[list[Tensor]]:
-        """Moments of rows and of columns, and first moments: a list of each that there are."""
-        rows, columns = [], []
-        for weight, state in zip(weights, states, strict=True):
-            *of_rows, of_columns = moment_names(group, weight.dim())
-            # A vector is one row, with a column for each element.
-            columns.append(local(state[of_columns]))
-            rows.append(local(state[of_rows[0]]) if of_rows else columns[-1].new_empty(0))
-        if not averages(group):
-            return [rows, columns]
-        return [rows, columns, [local(state["exp_avg"]) for state in states]]
+        return list(itertools.chain(*operands_of(self, group, weights, states)))
 
     def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
         is_torch, beta1 = is_torchs(group), option_of(group, "beta1")
@@ -314,177 +292,20 @@ class Adafactor(FusedOptimizer):
         weight = next(each for each in weights if self._state.get(each) is param_state)
         return size * max(param_group["eps"][1], rms(whole(weight.detach()).double()).item())
 
-    # The step: natively if it can be, in torch operations for other weights. Where weights are
-    # spread, each process decides so alone: both ways have the same collectives.
+    # The step
 
-    #: The factor that native operations read the gradients of the step under way with.
-    _grad_factor = 1.0
-
-    def _make_ready(self, work: list[Work], factors: Factors) -> None:
-        super()._make_ready(work, factors)
-        for group, weights, grads, plan, *_ in work:
-            if not plan:
-                self._parts_of(group, weights, grads)
-
-    def _parts_of(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-    ) -> _Parts:
-        """The parts of the step of a group, which are those of the last one if nothing changed."""
-        if not self._fuses(group):
-            return _Parts([], list(range(len(weights))), False)
-        operands = self._memory.get(weights[0])
-        parts: _Parts | None = operands.derived if operands else None
-        if parts is None:
-            parts = self._new_parts(group, weights, grads)
-            if operands:
-                operands.derived = parts
-        return parts
-
-    def _new_parts(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-    ) -> _Parts:
-        are_native = why_not_native(weights, grads) is None
-        together: dict[tuple[float, float, bool], list[int]] = {}
-        alone = []
-        for place, (weight, grad) in enumerate(zip(weights, grads, strict=True)):
-            is_native = are_native or why_not_native([weight], [grad]) is None
-            if is_native and local(weight).numel() > 0:
-                step, is_double = self._state[weight]["step"].item(), weight.dtype is torch.float64
-                key = step, first_eps(group, weight), is_double
-                together.setdefault(key, []).append(place)
-            else:
-                alone.append(place)
-        calls = []
-        for (_, eps, _), places in together.items():
-            some = [weights[place] for place in places]
-            states = [self._state[weight] for weight in some]
-            rows, columns, *moments = self._operands(group, some, states)
-            counts = [state["step"] for state in states]
-            call = Call(places, eps, some, rows, columns, moments[0] if moments else [], counts)
-            call.read_counts()
-            calls.append(call)
-        return _Parts(calls, alone, are_native)
-
-    def _account_for(self, weights: list[Tensor], counts: list[Tensor]) -> None:
-        """Counts a step that has been taken. On a device it may still be at work."""
-        count_steps(counts)
-        increment_version(weights)
-        increment_version(self._accessed_states(weights))
-
-    def _imperative_groups(
-        self, groups: list[tuple[dict[str, Any], list[Tensor], list[Tensor]]]
-    ) -> list[Pass]:
-        """As ever, but for weights spread over processes: phase by phase, those of all groups."""
-        spread = self._spread_weights()
-        if spread.places:
-            are_spread = [place_of(weights[0]) is not None for _, weights, _ in groups]
-            passes = [self._passes(*each) for each in itertools.compress(groups, are_spread)]
-            step_parts(list(itertools.chain.from_iterable(passes)), spread)
-            groups = list(itertools.compress(groups, map(operator.not_, are_spread)))
-        return super()._imperative_groups(groups)
-
-    def _passes(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-    ) -> list[Pass]:
-        """Passes of weights of which other processes have other parts."""
-        parts = self._parts_of(group, weights, grads)
-        passes = [self._part(group, weights[place], grads[place]) for place in parts.alone]
-        for call in parts.calls:
-            values, found = self._values(group, call), [local(grads[i]) for i in call.places]
-            put = functools.partial(self._put_part, group, call, values)
-            numbers = self._numbers_at(group, parts, call)
-            passes.append(native_parts(call, list(map(local, values)), found, numbers, put))
-        return passes
-
-    def _part(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> Pass:
-        state = self._state[weight]
-        moments = [state[name] for name in moment_names(group, weight.dim())]
-        average = state["exp_avg"] if averages(group) else None
-        numbers = numbers_at(group, state["step"].item() + 1, first_eps(group, weight))
-
-        def put(wide: Tensor) -> None:
-            self._account_for([weight], [state["step"]])
-            self._write_back(group, weight, wide, state)
-
-        widened = functools.partial(self._widened, group, weight, state)
-        return part_by_torch(weight, widened, put, grad, moments, average, numbers)
+    def _program(self, work: list[Work], factors: Factors) -> Program:
+        return FactoredProgram(self, work, factors)
 
     def _fuses(self, group: dict[str, Any]) -> bool:
         """Returns whether native operations step weights of a group, but for those they cannot."""
-        is_seen = torch._C._len_torch_dispatch_stack() > 0  # by a mode, operator by operator
-        return self._wants_native(group) and not is_seen
+        return fuses(self, group)
 
     def _writes_natively(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> bool:
         copied = any(way_of(group, weight) for weight in weights)  # a native operation steps copies
         return not copied and self._fuses(group) and why_not_native(weights, grads) is None
-
-    def _with_factor(self, work: list[Work], factors: Factors) -> list[Work]:
-        """Multiplies gradients that torch operations take; native ones do so as they read."""
-        self._grad_factor = factors.on_host if work else 1.0
-        if self._grad_factor == 1:
-            return work
-        multiplied = []
-        for item in work:
-            parts = self._parts_of(item.group, item.weights, item.grads)
-            multiplied += [item] if parts.are_native else super()._with_factor([item], factors)
-        return multiplied
-
-    def _numbers_at(self, group: dict[str, Any], parts: _Parts, call: Call) -> dict[str, Any]:
-        numbers = numbers_at(group, call.step, call.eps)
-        numbers["grad_factor"] *= self._grad_factor if parts.are_native else 1.0
-        return numbers
-
-    def _composite_steps(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-    ) -> None:
-        parts = self._parts_of(group, weights, grads)
-        for place in parts.alone:
-            step = functools.partial(self._imperative_step, group, weights[place], grads[place])
-            self._progress.take([weights[place]], step)
-        for call in parts.calls:
-            found = [local(grads[i]) for i in call.places]
-            numbers = self._numbers_at(group, parts, call)
-            step = functools.partial(self._take_call, group, call, found, numbers)
-            self._progress.take(call.weights, step)
-
-    def _take_call(
-        self, group: dict[str, Any], call: Call, grads: list[Tensor], numbers: dict[str, Any]
-    ) -> None:
-        values = self._values(group, call)
-        take = functools.partial(call.take, list(map(local, values)), grads, numbers)
-        self._put_call(group, call, values, take)
-
-    def _put_part(
-        self, group: dict[str, Any], call: Call, values: list[Tensor], take: Callable[[], None]
-    ) -> None:
-        self._put_call(group, call, values, take)
-        self._progress.stepped += call.weights
-
-    def _put_call(
-        self, group: dict[str, Any], call: Call, values: list[Tensor], take: Callable[[], None]
-    ) -> None:
-        """Takes the step of a call, and puts the new values of its weights where they are kept.
-
-        Changes nothing if memory runs out.
-        """
-        if values is call.weights:  # all is one operation
-            take()
-            self._account_for(call.weights, call.counts)
-            return
-        states = [self._state[weight].values() for weight in call.weights]
-        with undone_on_error([*call.weights, *itertools.chain(*states)]):
-            take()
-            self._account_for(call.weights, call.counts)
-            for weight, value in zip(call.weights, values, strict=True):
-                self._write_back(group, weight, value, self._state[weight])
-
-    def _values(self, group: dict[str, Any], call: Call) -> list[Tensor]:
-        """The tensors that a call moves: the weights, or their values in float32."""
-        if way_of(group, call.weights[0]) is None:
-            return call.weights
-        return [self._widened(group, weight, self._state[weight]) for weight in call.weights]
 
     def _exact_options(self, group: dict[str, Any]) -> dict[str, Any]:
         first, least = group["eps"]
@@ -508,17 +329,6 @@ class Adafactor(FusedOptimizer):
             decay = numbers["decay"] * (length if numbers["decays_by_length"] else 1)
             weight = weight * (1 - decay)
         return weight - update
-
-
-class _Parts(NamedTuple):
-    """How a step takes the weights of a group that have no plan."""
-
-    calls: list[Call]
-    """Native operations over several weights."""
-    alone: list[int]
-    """The places of weights that torch operations step, one by one."""
-    are_native: bool
-    """Whether native operations can step all weights: they multiply gradients as they read."""
 
 
 def _is_sharded(weight: Tensor) -> bool:

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -9,34 +7,17 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
-from fusedstep._matrix.channel_moves import ChannelMoves, Channels
+from fusedstep._matrix.apollo import BESIDE_MOMENTS, Apollo, scaled
 from fusedstep._matrix.low_rank import LowRankSteps
-from fusedstep._matrix.low_rank_states import PLACE, bases, beside, low_rank, place_of
+from fusedstep._matrix.low_rank_states import low_rank
 from fusedstep._matrix.products import as_matrix, project
-from fusedstep._matrix.projection import LEFT, RIGHT, basis_shapes, check_one_of, matrix_shape
-from fusedstep._matrix.scratch import Scratch
-from fusedstep._matrix.sharded_projections import is_summed
-from fusedstep._matrix.subspace import bases_of, gaussian
-from fusedstep._matrix.transformers_adamw import advance, bias_correction, move
+from fusedstep._matrix.projection import LEFT, RIGHT
+from fusedstep._matrix.transformers_adamw import advance, move
 from fusedstep._options.kinds import Flag, Option, Options
 from fusedstep._options.shared import OF_ADAM, OF_TORCH, PROJECTION
-from fusedstep._sharding.dtensor import local
-from fusedstep._sharding.exchange import Cut, cut_of
-from fusedstep._state.checks import with_name
 from fusedstep._state.kinds import COUNT, States, plain
-from fusedstep._step.plan import Work
-from fusedstep._step.program import Pass, Terms, run
 
 __all__ = ["APOLLOAdamW"]
-
-#: The largest growth of an update's norm from one step to the next.
-_GROWTH = 1.01
-
-#: Added to norms that are divided by.
-_EPSILON = 1e-8
-
-#: The state that is the norm of the last scaled gradient.
-_NORM = "scaled_grad"
 
 
 class APOLLOAdamW(LowRankSteps, FusedOptimizer):
@@ -115,13 +96,10 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
         https://arxiv.org/abs/2412.05270
     """
 
+    _projection = Apollo()
     _state_kinds: ClassVar[States] = {
         **low_rank(plain("exp_avg", "exp_avg_sq")),
-        _NORM: beside(),
-        **bases(when=lambda group: group["proj"] == "svd"),
-        PLACE: beside(
-            2, needs=lambda group: group["proj"] == "random", start=place_of, is_later=True
-        ),
+        **BESIDE_MOMENTS,
         **COUNT,
     }
     _option_kinds: ClassVar[Options] = {
@@ -164,163 +142,13 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
     ) -> None:
         super().__init__(params, locals() | {"differentiable": False})
 
-    @classmethod
-    def _check_projection(cls, options: dict[str, Any]) -> None:
-        super()._check_projection(options)
-        check_one_of("proj", options["proj"], ("random", "svd"))
-        check_one_of("scale_type", options["scale_type"], ("channel", "tensor"))
-        check_one_of("proj_type", options["proj_type"], ("std", "reverse_std", "right", "left"))
-
-    @classmethod
-    def _basis_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
-        return basis_shapes(group["rank"], cls._sides(group, weight), *matrix_shape(weight))
-
-    def _shapes_from_gradients(
-        self, group: dict[str, Any], weight: Tensor
-    ) -> dict[str, torch.Size]:
-        return self._basis_shapes(group, weight) if group["proj"] == "svd" else {}
-
-    def _new_bases(
-        self, group: dict[str, Any], weight: Tensor, grad: Tensor, count: int, is_due: bool
-    ) -> dict[str, Tensor]:
-        gap, sides = group["update_proj_gap"], self._sides(group, weight)
-        wide = torch.float64 if weight.dtype is torch.float64 else torch.float32
-        if group["proj"] == "svd":
-            if not is_due:
-                return {}
-            return bases_of(grad.to(wide), group["rank"], sides, "exact", None, 0)
-        key = self._key(group, weight, count // gap)
-        like = torch.empty(0, dtype=wide, device=weight.device)
-        (side,) = sides
-        shape = self._basis_shapes(group, weight)[side]
-        return {side: gaussian(shape, key, like).div_(math.sqrt(group["rank"]))}
-
-    def _new_scratch(self, group: dict[str, Any], weights: list[Tensor]) -> Scratch:
-        scratch = super()._new_scratch(group, weights)
-        channels = [_channels(group, self._sides(group, p)) for p in weights]
-        low = scratch.plan.handle, scratch.grads, scratch.updates
-        scratch.moves = ChannelMoves(*low, channels)
-        return scratch
-
-    def _prepare_moves(self, projected: list[tuple[Work, Scratch]], factor: float) -> None:
-        run(self._prepared(item, _moves(scratch)) for item, scratch in projected)
-        self._factor = factor
-
-    def _prepared(self, item: Work, moves: ChannelMoves) -> Pass:
-        """Takes the norms of low-rank gradients and of gradients."""
-        group, weights = item.group, item.weights
-        try:
-            moves.bind(
-                None if self._moves_late(item) else [as_matrix(local(p)) for p in weights],
-                [as_matrix(local(grad)).resolve_neg() for grad in item.grads],
-                [self._state[p][_NORM] for p in weights],
-                [bias_correction(group, self._count(p) + 1) for p in weights],
-            )
-        except RuntimeError as error:
-            raise with_name(error, item.number, group, weights) from None
-        moves.sum_gradients()
-        is_whole, terms = group["scale_type"] == "tensor", []
-        for index, weight in enumerate(weights):
-            cut, parts = cut_of(weight), self._parts_of(group, weight)
-            if parts is not None and is_whole:  # each process has its own channels
-                terms.append((parts, moves.low_squares(index)))
-            if cut is not None and (is_whole or parts is None):
-                terms.append((cut, moves.squares(index)))
-        if terms:
-            yield Terms(terms)
-
-    def _parts_of(self, group: dict[str, Any], weight: Tensor) -> Cut | None:
-        """The cut of a weight, if processes have parts of its low-rank gradient."""
-        cut = cut_of(weight)
-        return None if cut is None or is_summed(cut, self._sides(group, weight)) else cut
-
-    def _before_moves(self, projected: list[tuple[Work, Scratch]]) -> None:
-        run(self._limited(item, _moves(scratch)) for item, scratch in projected)
-
-    def _limited(self, item: Work, moves: ChannelMoves) -> Pass:
-        """Makes factors of channels of the norms of updates, and limits the growth of the norm."""
-        group = item.group
-        is_whole = group["scale_type"] == "tensor"
-        parts = [(i, self._parts_of(group, p)) for i, p in enumerate(item.weights)]
-        cuts = [(cut, index) for index, cut in parts if cut is not None]
-        moves.sum_updates()
-        if cuts and is_whole:
-            yield Terms([(cut, moves.update_squares(index)) for cut, index in cuts])
-        moves.scale(self._factor, _EPSILON)
-        if cuts and not is_whole:
-            yield Terms([(cut, moves.norm_squares(index)) for cut, index in cuts])
-        root, lr = math.sqrt(group["scale"]), float(group["lr"])
-        times = lr * _kept(group) * (1 if group["maximize"] else -1)
-        limits, in_front = not group["disable_nl"], group["scale_front"]
-        moves.limit(limits, in_front, root, _GROWTH, _EPSILON, times)
-
-    def _move(
-        self,
-        item: Work,
-        scratch: Scratch,
-        index: int,
-        target: Tensor,
-        state: dict[str, Tensor],
-    ) -> None:
-        moves, keep = _moves(scratch), _kept(item.group)
-        if self._moves_late(item):
-            moves.move_onto(index, target, keep)
-        else:
-            moves.move(index, [target], keep)
-
-    def _move_all(self, item: Work, scratch: Scratch) -> None:
-        if self._moves_late(item):
-            super()._move_all(item, scratch)
-            return
-        _moves(scratch).move(0, list(map(local, item.weights)), _kept(item.group))
-        self._progress.stepped += item.weights
-
     def _formula(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> Tensor:
         bases = {side: state[side] for side in (LEFT, RIGHT) if side in state}
         if not bases:
             return move(group, weight, *advance(group, grad, state))
-        matrix, dim = as_matrix(grad), _channels(group, bases).reduced
+        matrix = as_matrix(grad)
         low = project(matrix, bases)
         direction, length = advance(group, low, state)
-        scaled = matrix * (_norm(direction, dim) / (_norm(low, dim) + _EPSILON))
-        scaled *= _limit(group, _norm(scaled, None), state)
-        return move(group, weight, scaled, length)
-
-
-def _limit(group: dict[str, Any], norm: Tensor, state: dict[str, Tensor]) -> Tensor | float:
-    """The factor of a scaled gradient of this norm, by ``scale`` and by the limit of its growth.
-
-    A last norm of 0 limits nothing. The norm that the gradient then has is noted in the state.
-    """
-    root, last = math.sqrt(group["scale"]), state[_NORM]
-    if group["disable_nl"]:
-        return root
-    if group["scale_front"]:
-        norm = norm * root
-    limit = (norm / (last + _EPSILON)).clamp(min=_GROWTH) / _GROWTH
-    limit = torch.where(last > 0, limit, 1.0)
-    last.copy_(norm / limit)
-    return root / limit
-
-
-def _channels(group: dict[str, Any], sides: Iterable[str]) -> Channels:
-    """The channels of a gradient, along the dimension that is not projected."""
-    if group["scale_type"] == "tensor":
-        return Channels.WHOLE
-    return Channels.ROWS if RIGHT in sides else Channels.COLUMNS
-
-
-def _moves(scratch: Scratch) -> ChannelMoves:
-    assert scratch.moves is not None
-    return scratch.moves
-
-
-def _kept(group: dict[str, Any]) -> float:
-    """The part of a weight that decay leaves."""
-    return 1 - float(group["lr"]) * group["weight_decay"]
-
-
-def _norm(tensor: Tensor, dim: int | None) -> Tensor:
-    return torch.linalg.vector_norm(tensor, dim=dim, keepdim=dim is not None)
+        return move(group, weight, scaled(group, matrix, low, direction, bases, state), length)

@@ -4,28 +4,23 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
-from fusedstep._matrix.galore import BESIDE_MOMENTS, GALORE, GaLoreSteps
+from fusedstep._matrix.galore import BESIDE_MOMENTS, GALORE, GaLore
+from fusedstep._matrix.low_rank import LowRankSteps
 from fusedstep._matrix.low_rank_states import low_rank
-from fusedstep._matrix.products import add_back, add_back_all, as_matrix, project
+from fusedstep._matrix.products import as_matrix, project
 from fusedstep._matrix.projection import LEFT, RIGHT
-from fusedstep._matrix.scratch import Scratch
 from fusedstep._matrix.transformers_adamw import advance, move
 from fusedstep._options.kinds import Flag, Options
 from fusedstep._options.shared import OF_ADAM, OF_TORCH
-from fusedstep._sharding.dtensor import local
 from fusedstep._state.kinds import COUNT, States, plain
-from fusedstep._state.storage import way_of
-from fusedstep._step.plan import Work
-from fusedstep._step.undo import is_out_of_memory
 
 __all__ = ["GaLoreAdamW"]
 
 
-class GaLoreAdamW(GaLoreSteps, FusedOptimizer):
+class GaLoreAdamW(LowRankSteps, FusedOptimizer):
     """Implements the GaLoreAdamW algorithm, in groups and formula galore_torch's.
 
     For a weight ``w`` [M, N] of a group with a ``rank`` r, with gradient ``G``, at step ``t`` = 1,
@@ -107,6 +102,7 @@ class GaLoreAdamW(GaLoreSteps, FusedOptimizer):
         https://arxiv.org/abs/2403.03507
     """
 
+    _projection = GaLore()
     _state_kinds: ClassVar[States] = {
         **low_rank(plain("exp_avg", "exp_avg_sq")),
         **BESIDE_MOMENTS,
@@ -146,28 +142,6 @@ class GaLoreAdamW(GaLoreSteps, FusedOptimizer):
     ) -> None:
         super().__init__(params, locals() | {"differentiable": False})
 
-    def _move(
-        self,
-        item: Work,
-        scratch: Scratch,
-        index: int,
-        target: Tensor,
-        state: dict[str, Tensor],
-    ) -> None:
-        group, bases = item.group, scratch.bases(index)
-        update, between = scratch.update(index), scratch.between
-        if way_of(group, item.weights[index]) is not None:
-            bases = self._bases_of(group, item.weights[index])
-            update, between = scratch.updates[index], None
-        add_back(target, update, bases, *_factors(group), between)
-
-    def _move_all(self, item: Work, scratch: Scratch) -> None:
-        if self._moves_late(item) or not _moves_together(item, scratch):
-            super()._move_all(item, scratch)
-        else:
-            increment_version(item.weights)
-            self._progress.stepped += item.weights
-
     def _formula(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> Tensor:
@@ -178,24 +152,3 @@ class GaLoreAdamW(GaLoreSteps, FusedOptimizer):
         for side in bases:
             update = bases[side] @ update if side == LEFT else update @ bases[side]
         return move(group, weight, update * group["scale"], length)
-
-
-def _factors(group: dict[str, Any]) -> tuple[float, float]:
-    """What decay leaves of a weight, and the factor of its update."""
-    lr = float(group["lr"])
-    keep = 1 - lr * group["weight_decay"]
-    return keep, lr * keep * group["scale"]
-
-
-def _moves_together(item: Work, scratch: Scratch) -> bool:
-    """Moves all weights in one native call, or returns False and changes nothing."""
-    indices = range(len(item.weights))
-    bases, updates = map(scratch.bases, indices), map(scratch.update, indices)
-    try:
-        return add_back_all(
-            list(map(local, item.weights)), [*updates], [*bases], *_factors(item.group)
-        )
-    except (MemoryError, RuntimeError) as error:
-        if is_out_of_memory(error):  # torch's products allocate nothing
-            return False
-        raise

@@ -9,8 +9,9 @@ from torch.optim.optimizer import ParamsT
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._factored.formula import factored_update, length_of, numbers_of
 from fusedstep._factored.options import LR, as_set, check_given_lr, of_a_variant
-from fusedstep._matrix.galore import BESIDE_MOMENTS, GALORE, GaLoreSteps
-from fusedstep._matrix.low_rank_states import low_rank
+from fusedstep._matrix.galore import BESIDE_MOMENTS, GALORE, GaLore
+from fusedstep._matrix.low_rank import LowRankSteps
+from fusedstep._matrix.low_rank_states import has_rank, low_rank
 from fusedstep._matrix.products import add_back, as_matrix, project, size_between
 from fusedstep._matrix.projection import LEFT, RIGHT
 from fusedstep._options.kinds import Number, Options
@@ -20,7 +21,7 @@ from fusedstep.optim.adafactor import Adafactor
 __all__ = ["GaLoreAdafactor"]
 
 
-class GaLoreAdafactor(GaLoreSteps, Adafactor):
+class GaLoreAdafactor(LowRankSteps, Adafactor):
     """Implements the GaLoreAdafactor algorithm, in groups and formula galore_torch's.
 
     For a weight ``w`` [M, N] of a group with a ``rank`` r, with gradient ``G``, at step ``t`` = 1,
@@ -97,6 +98,7 @@ class GaLoreAdafactor(GaLoreSteps, Adafactor):
         https://arxiv.org/abs/2403.03507
     """
 
+    _projection = GaLore()
     _rule = Adafactor._rule
     _state_kinds: ClassVar[States] = {**low_rank(Adafactor._state_kinds), **BESIDE_MOMENTS}
     _allocates_first = False
@@ -151,19 +153,13 @@ class GaLoreAdafactor(GaLoreSteps, Adafactor):
         return False  # no plan steps the moments of rows and columns
 
     def _fuses(self, group: dict[str, Any]) -> bool:
-        return not self._is_projected(group) and super()._fuses(group)
-
-    def _composite_steps(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-    ) -> None:
-        of = GaLoreSteps if self._is_projected(group) else Adafactor
-        of._composite_steps(self, group, weights, grads)
+        return not has_rank(group) and super()._fuses(group)
 
     def _written_early(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, kept: dict[str, Tensor]
     ) -> list[Tensor]:
         is_plain = weight.dim() == 2 and not self._store.has_wide(group, weight)
-        if not (self._is_projected(group) and is_plain):
+        if not (has_rank(group) and is_plain):
             return super()._written_early(group, weight, grad, kept)
         return [kept[name] for name in self._fresh[weight].keys() & kept.keys()]  # new bases
 

@@ -17,7 +17,9 @@ from fusedstep._options.kinds import Flag, Number, Option, Options, as_number
 from fusedstep._options.shared import CAPTURABLE, OF_ADAM, OF_TORCH
 from fusedstep._sharding.dtensor import is_dtensor, local, whole
 from fusedstep._state.kinds import COUNT, States, plain
-from fusedstep._step.program import Pass, Sums
+from fusedstep._step.factors import Factors
+from fusedstep._step.plan import Work
+from fusedstep._step.program import Pass, Program, Sums
 from fusedstep._step.sums import norm2
 from fusedstep._step.undo import numbers_first
 
@@ -229,21 +231,8 @@ class Lamb(FusedOptimizer):
                 "is then that of a process's part, not of a weight. fully_shard keeps weights."
             )
 
-    def _imperative_groups(
-        self, groups: list[tuple[dict[str, Any], list[Tensor], list[Tensor]]]
-    ) -> list[Pass]:
-        passes, others = [], []
-        for group, weights, grads in groups:
-            if (
-                any(map(is_dtensor, weights))
-                and not (group["differentiable"] or group["capturable"])
-                and not any(weight.is_complex() for weight in weights)
-            ):
-                pairs = zip(weights, grads, strict=True)
-                passes += [self._phases(group, weight, grad) for weight, grad in pairs]
-            else:
-                others.append((group, weights, grads))
-        return passes + super()._imperative_groups(others)
+    def _program(self, work: list[Work], factors: Factors) -> Program:
+        return _LambProgram(self, work, factors)
 
     def _phases(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> Pass:
         """Steps a weight, with norms over the processes between the direction and the move."""
@@ -339,6 +328,23 @@ class Lamb(FusedOptimizer):
             "debias": _debiases_moments(group),
             "debias_lr": group["debias"] == "lr",
         }
+
+
+class _LambProgram(Program):
+    """A program that steps shards in phases, with norms over the processes in between."""
+
+    optimizer: Lamb
+
+    def run(self, work: list[Work]) -> list[Pass]:
+        in_phases: list[Work] = []
+        others: list[Work] = []
+        for item in work:
+            is_spread = any(map(is_dtensor, item.weights))
+            is_plain = not (item.group["differentiable"] or item.group["capturable"])
+            is_real = not any(weight.is_complex() for weight in item.weights)
+            (in_phases if is_spread and is_plain and is_real else others).append(item)
+        passes = [self.optimizer._phases(i.group, *pair) for i in in_phases for pair in i.pairs()]
+        return passes + super().run(others)
 
 
 @functools.cache

@@ -185,6 +185,7 @@ class Muon(MuonSteps, Adam):
     _torch_fuses = False
     _option_kinds: ClassVar[Options] = {**SHARED, **MUON}
     _other = "AdamW"
+    _against_sparse = "Muon does not support sparse gradients"
 
     def __init__(
         self,
@@ -251,6 +252,3 @@ class Muon(MuonSteps, Adam):
                 name: group[name] for name in ("betas", "eps") if name in group
             }
             check_ranges(self._option_kinds, options, tensors=True)
-
-    def _sparse_error(self, group: dict[str, Any]) -> str | None:
-        return "Muon does not support sparse gradients"

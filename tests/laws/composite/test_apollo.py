@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fusedstep import convert, optim
+from fusedstep._step.binding import bind_groups
 from reference.apollo import apollo
 from reference.galore import galore
 from reference.low_rank_bases import side_of
@@ -35,7 +36,8 @@ def basis_of(optimizer, weight, count):
     """The random basis of a weight at a step: that of its seed, its first place, and the gap."""
     for group in optimizer.param_groups:
         if group["rank"] is not None and any(p is weight for p in group["params"]):
-            found = optimizer._new_bases(group, weight, weight, count - 1, False)
+            state, new_bases = optimizer._state[weight], optimizer._projection.new_bases
+            found = new_bases(group, weight, state, weight, count - 1, False, False)
             (basis,) = found.values()
             return basis.double()
     return None
@@ -60,7 +62,7 @@ def compared(optimizer, steps, skips=None):
     for group in optimizer.param_groups:
         for p in group["params"]:  # states, whose dtype bases have
             p.grad = torch.zeros_like(p)
-    optimizer._bind_groups()
+    bind_groups(optimizer)
     expected = expected_of(optimizer, steps, skips)
     for found, weight in zip(run(optimizer, steps, skips), expected, strict=True):
         torch.testing.assert_close(found.detach(), weight, rtol=1e-9, atol=1e-9)

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from fusedstep import optim
-from fusedstep._matrix.low_rank_bases import LowRankBases
+from fusedstep._matrix.low_rank_bases import Bases
 from fusedstep._matrix.projection import LEFT, RIGHT
 from reference.galore import galore
 from reference.galore_adafactor import galore_adafactor
@@ -246,16 +246,16 @@ def test_a_step_without_a_refresh_looks_at_no_gradient_for_it(build, fused, zero
     """A look would wait for a device. States are looked at once, after they were loaded."""
     optimizer, looks = build(fused), []
     run(optimizer, range(2))
-    original = LowRankBases._made_bases
+    original = Bases.make
 
-    def looking(self, group, weight, grad, count, is_due):
+    def looking(self, group, weight, grad, is_due):
         looks.append(is_due)
-        return original(self, group, weight, grad, count, is_due)
+        return original(self, group, weight, grad, is_due)
 
     def refused(self):
         raise AssertionError("a look")
 
-    monkeypatch.setattr(LowRankBases, "_made_bases", looking)
+    monkeypatch.setattr(Bases, "make", looking)
     with monkeypatch.context() as context:
         context.setattr(torch.Tensor, "any", refused)
         for step in range(2, GAP):
