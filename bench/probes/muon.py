@@ -150,6 +150,9 @@ def main() -> None:
         steps[f"Muon, {name}"] = ours.step
         steps[f"products alone, {name}"] = products(asked, DTYPES[name])
     steps["Muon, rank_fraction=0.25"] = optim.Muon(parameters(asked), rank_fraction=0.25).step
+    steps["Muon, 4 steps"] = optim.Muon(parameters(asked), ns_steps=4).step
+    aol = optim.Muon(parameters(asked), ns_steps=4, ns_start="aol")
+    steps['Muon, 4 steps, ns_start="aol"'] = aol.step
     steps |= peers(asked) if device.type == "cuda" else {}
     for name, fused in (("MuSGD", None), ("MuSGD, fused=False", False)):
         options = {"use_muon": True, "momentum": 0.9, "nesterov": True, "fused": fused}
