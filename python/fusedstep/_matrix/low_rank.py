@@ -117,7 +117,6 @@ class LowRankSteps(Owner):
         self, group: dict[str, Any], weights: list[Tensor], grads: Sequence[Tensor] = ()
     ) -> bool:
         if has_rank(group):
-            self._check_projected(group, weights)
             self._check_states(group, weights)  # before bases of other sides are made beside them
             self._takes_scratch(group, weights, grads)
         return super()._is_native(group, weights, grads)
