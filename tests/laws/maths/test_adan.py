@@ -217,7 +217,7 @@ def test_a_restart_of_codes_begins_anew(kind):
     optimizer.restart_opt()
     fresh_params = as_parameters(params)
     fresh = optim.Adan(fresh_params, lr=0.01, fused=True, state_dtype=kind)
-    fresh._store.create(fresh.param_groups[0], fresh_params, True)
+    fresh._store.create(fresh.param_groups[0], fresh_params, True, fresh.param_groups)
     assert_same_contents(contents(optimizer), contents(fresh))
     train(optimizer, params, [6, 7])
     train(fresh, fresh_params, [6, 7])
