@@ -139,7 +139,8 @@ def _check_memory(optimizer: FusedOptimizer) -> None:
     """Raises if weights, gradients and states have no room in what the host has available."""
     shapes = _without_groups(optimizer)
     groups = [
-        _options_of(group) | {"params": [_like(p, torch.device("meta")) for p in group["params"]]}
+        _options_of(type(shapes), group)
+        | {"params": [_like(p, torch.device("meta")) for p in group["params"]]}
         for group in optimizer.param_groups
     ]
     shapes.__setstate__(_as_unpickled(optimizer, groups))
@@ -171,13 +172,13 @@ def _available() -> float:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """The options with which a group is stepped on the CPU."""
+def _options_of(cls: type[FusedOptimizer], group: dict[str, Any]) -> dict[str, Any]:
+    """The options with which a class steps a group on the CPU."""
     options = {name: value for name, value in group.items() if name != "params"}
     if options.get("fused") is False:
         options["fused"] = None
     narrow = any(p.dtype in _SIXTEEN_BITS for p in group["params"])
-    if narrow and asked_way(group) is None:
+    if narrow and asked_way(group) is None and "master_weights" in options_of(cls):
         options["master_weights"] = "float32"
     return options
 
@@ -267,7 +268,7 @@ class OffloadedOptimizer(Optimizer):
         """
         found = []
         for group in groups:
-            options = _options_of(group)
+            options = _options_of(type(self._inner), group)
             group |= options
             copies = [self._on_cpu[weight].weight for weight in group["params"]]
             found.append(options | {"params": copies})
@@ -349,7 +350,7 @@ class OffloadedOptimizer(Optimizer):
         for group, inner in self._pairs():
             group |= {name: value for name, value in inner.items() if name != "params"}
             # The dictionary may be of weights that kept no value beside them.
-            inner |= _options_of(inner)
+            inner |= _options_of(type(self._inner), inner)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Frees the gradients that have not been stepped: those on the CPU as well."""

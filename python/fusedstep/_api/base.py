@@ -102,6 +102,7 @@ class FusedOptimizer(Owner):
     def __init__(self, params: ParamsT, arguments: dict[str, Any]) -> None:
         """Arguments: the ``locals()`` of a subclass's constructor, or its options."""
         options = {k: v for k, v in arguments.items() if k not in ("self", "params", "__class__")}
+        make_plain(self._option_kinds, options, sequences=False)
         self._check(options)
         make_plain(self._option_kinds, options)
         if isinstance(params, torch.nn.Module) and not isinstance(params, Iterable):
@@ -364,6 +365,7 @@ class FusedOptimizer(Owner):
         # Weights on the meta device may be given memory before the first step, which looks again.
         weights = [p for p in group["params"] if not p.is_meta]
         try:
+            make_plain(self._option_kinds, group, sequences=False)
             self._check_kinds(group)
             make_plain(self._option_kinds, group)
             self._check_group(len(self.param_groups) - 1, group)

@@ -22,7 +22,7 @@ from fusedstep._api.unknown import (
     looks_like,
     options_of,
 )
-from fusedstep._options.kinds import always_saved
+from fusedstep._options.kinds import always_saved, make_plain
 from fusedstep._state.checks import name_of
 from fusedstep._state.codes import (
     absmax_of,
@@ -166,6 +166,8 @@ def strays(states: Mapping[Any, Any], keys: Iterable[Iterable[Any]]) -> str:
 
 
 def check_saved_options(optimizer: Owner, index: int, saved: dict[str, Any]) -> None:
+    saved = dict(saved)
+    make_plain(optimizer._option_kinds, saved, sequences=False)
     try:
         optimizer._check_kinds(saved)
         weights = optimizer.param_groups[index]["params"]

@@ -100,6 +100,15 @@ class Flag(Option):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Choice(Option):
+    """A text, a number or a flag, of which the code of states says what it means."""
+
+    def plain(self, value: Any) -> Any:
+        """Returns Python's own value in place of another one, as of numpy."""
+        return str(value) if isinstance(value, str) else _plain_number(value)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Number(Option):
     """A number, in a range.
 
@@ -125,7 +134,7 @@ class Number(Option):
     def checked(self, name: str, value: Any, tensors: bool) -> Any:
         if value is None and self.may_be_none:
             return value
-        check_number(name, value)
+        check_one_number(name, value)
         if self.least is None:
             return value
         fits = value > self.least if self.above else value >= self.least
@@ -136,9 +145,7 @@ class Number(Option):
     def check_kind(self, name: str, value: Any) -> None:
         if value is None and self.may_be_none:
             return
-        check_number(name, value)
-        if isinstance(value, Tensor) and value.numel() != 1:
-            raise ValueError(f"Tensor {name} must be 1-element")
+        check_one_number(name, value)
 
     def check_float(self, name: str, value: Any) -> None:
         if not (value is None and self.may_be_none):
@@ -378,9 +385,15 @@ def numeric(options: Options, group: Mapping[str, Any]) -> str:
     )
 
 
-def make_plain(options: Options, group: dict[str, Any]) -> None:
-    """Makes numbers and tuples of others, whose types torch.load() or a checkpoint may not take."""
+def make_plain(options: Options, group: dict[str, Any], *, sequences: bool = True) -> None:
+    """Makes numbers and tuples of others, whose types torch.load() or a checkpoint may not take.
+
+    ``sequences``: whether also tuples. Single numbers become plain before checks, which look for
+    Python's own; a sequence may have no order, as checks tell.
+    """
     for name in options.keys() & group.keys():
+        if not sequences and isinstance(options[name], NumberTuple):
+            continue
         value = group[name]
         plain = options[name].plain(value)
         if plain is not value:
@@ -418,6 +431,16 @@ def check_number(name: str, value: Any) -> None:
     if not is_number(value):
         text = f"{name} must be a number, not {value!r}"
         raise TypeError(f"{text}: write float({value!r})" if _reads_as_number(value) else text)
+
+
+def check_one_number(name: str, value: Any) -> None:
+    """Raises if an option is no number, or is several."""
+    check_number(name, value)
+    if math.prod(getattr(value, "shape", ())) != 1:
+        kind = "Tensor" if isinstance(value, Tensor) else "Array"
+        raise ValueError(f"{kind} {name} must be 1-element")
+    if isinstance(value, Tensor) and value.is_complex():
+        raise TypeError(f"{name} must be a real number, not {value!r}")
 
 
 def is_number(value: Any) -> bool:

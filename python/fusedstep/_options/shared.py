@@ -7,6 +7,7 @@ from typing import Any
 
 from fusedstep._options.kinds import (
     Betas,
+    Choice,
     Count,
     Flag,
     LearningRate,
@@ -21,10 +22,10 @@ SHARED: Options = {
     "lr": LearningRate(),
     "maximize": Flag(before=False),
     "fused": Flag(unset=None, moot_elsewhere=True),
-    "state_dtype": Option(unset=None),
-    "master_weights": Option(unset=False),
-    "rounding": Option(unset=None),
-    "seed": Option(unset=0),
+    "state_dtype": Choice(unset=None),
+    "master_weights": Choice(unset=False),
+    "rounding": Choice(unset=None),
+    "seed": Choice(unset=0),
     "max_grad_norm": Number(unset=None, above=True, may_be_none=True, is_limit=True),
     "skip_nonfinite": Flag(unset=False),
 }

@@ -70,6 +70,16 @@ def test_of_optimizers_of_matrices(cls):
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_weights_of_a_class_without_master_weights(dtype):
+    def make(model):
+        return optim.RowWiseAdagrad(model.parameters(), lr=0.01)
+
+    expected, _ = trained(make, dtype=dtype)
+    found, _ = trained(make, dtype=dtype, offloaded=SMALL)
+    assert_same(found, expected)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "options",

@@ -5,6 +5,7 @@ where the next optimizer has a number.
 """
 
 import copy
+import inspect
 import io
 from collections import UserList
 
@@ -62,10 +63,56 @@ def test_numbers_are_pythons_own(row, made):
         found = optimizer.param_groups[0][name]
         assert (type(found), found) == (type(value), value), name
         assert type(through_a_file(optimizer.state_dict())["param_groups"][0][name]) is type(value)
-        if isinstance(value, float):  # a dictionary may have what a group was given later
+        if name in inspect.signature(row.optimizer).parameters:
+            found = row.build([weight], **{name: made(value)}).param_groups[0].get(name, value)
+            assert (type(found), found) == (type(value), value), name
+        if not isinstance(value, bool):  # a dictionary may have what a group was given later
             optimizer.param_groups[0][name] = made(value)
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-            assert type(optimizer.param_groups[0][name]) is float, name
+            assert type(optimizer.param_groups[0][name]) is type(value), name
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("seed", numpy.int64(7), 7),
+        ("seed", torch.tensor(7), 7),
+        ("master_weights", numpy.bool_(True), True),
+        ("master_weights", numpy.str_("float32"), "float32"),
+        ("state_dtype", numpy.str_("int8"), "int8"),
+        ("rounding", numpy.str_("kahan"), "kahan"),
+    ],
+    ids=str,
+)
+def test_ways_to_store_are_pythons_own(name, given, expected):
+    weight = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
+    for optimizer in (
+        optim.AdamW([weight], **{name: given}),
+        optim.AdamW([{"params": [weight], name: given}]),
+    ):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        optimizer.param_groups[0][name] = given
+        optimizer.load_state_dict(optimizer.state_dict())
+        found = through_a_file(optimizer.state_dict())["param_groups"][0][name]
+        assert (type(found), found) == (type(expected), expected)
+
+
+@pytest.mark.parametrize("made", [torch.tensor, numpy.array], ids=["a tensor", "an array"])
+@pytest.mark.parametrize("in_group", [False, True], ids=["of all", "of a group"])
+def test_several_numbers_are_no_number(in_group, made):
+    weight = torch.nn.Parameter(torch.ones(8, 8))
+    for cls, name in (
+        (optim.AdamW, "weight_decay"),
+        (optim.Muon, "rank_fraction"),
+        (optim.Muon, "adamw_eps"),
+        (optim.GaLoreAdamW, "scale"),
+        (optim.SGD, "momentum"),
+    ):
+        option = {name: made([0.25, 0.5])}
+        group = {"params": [weight]} | (option if in_group else {})
+        with pytest.raises(ValueError, match=f"{name} must be 1-element"):
+            cls([group], **({} if in_group else option))
 
 
 KINDS = {bool: torch.bool, int: torch.int64, float: torch.float64}
