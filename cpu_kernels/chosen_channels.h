@@ -218,7 +218,7 @@ void advance_chosen(const ChosenTensor& tensor, void* weights, int64_t matrix, c
     }
     return;
   }
-  // The columns of a tile: what their averages are multiplied by, and the moves of a row.
+  // For each column of a tile: the factor of the average, and the move of the weight in one row.
   alignas(64) T times[kTileColumns], moves[kTileColumns] = {};
   for (int64_t i = 0; i < count; ++i) times[i] = positions[tile.column + i] < 0 ? T(1) : momentum;
   const int64_t begin = first_from(places, tensor.chosen, tile.column),

@@ -43,7 +43,8 @@ __device__ __forceinline__ bool has_sides(const ChosenTensor& tensor) {
          is_in_sides<Stored>(tensor.grad, tensor.columns, 1);
 }
 
-// Writes the norm of a segment of a channel; `channel` counts those of all matrices of a tensor.
+// Writes the norm of a segment of a channel. `channel`: the number of the channel among the channels of all
+// matrices of a tensor.
 __device__ __forceinline__ void write_norm(const ChosenLaunch& launch, const ChosenTensor& tensor,
                                            int64_t segment, int64_t channel, double norm) {
   if (partials_of(tensor) == 0) {
@@ -198,8 +199,8 @@ struct Least {
   uint32_t key, count;
 };
 
-// Digits of 8 bits, the highest first: each narrows the keys down to those of the digit that has the least
-// chosen one.
+// Looks at the digits of the keys, of 8 bits each, the highest digit first. Each digit leaves only the keys
+// that may be the smallest chosen key.
 __device__ __forceinline__ Least least_of_largest(const float* norms, int64_t count, uint32_t chosen) {
   constexpr int kBits = 8;
   static_assert(1 << kBits == kThreads);

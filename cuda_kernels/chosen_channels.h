@@ -20,7 +20,7 @@ struct ChosenLaunch {
 static_assert(sizeof(ChosenLaunch) <= 4000);
 
 struct ChosenPasses {
-  // Each reads what the one before it has written. `fold`: the tensors that have partial norms.
+  // Each pass reads what the pass before has written. `fold` is for tensors that have partial norms.
   void (*sum)(const ChosenLaunch&, bool maximizes);
   void (*fold)(const ChosenLaunch&);
   void (*choose)(const ChosenLaunch&);

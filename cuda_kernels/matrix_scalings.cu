@@ -33,8 +33,8 @@ struct Row {
   __device__ __forceinline__ int64_t place() const { return number - matrix * batch->side; }
 };
 
-// Calls run(at, numbers, count) for the numbers of a row that a thread has side by side, of which the first
-// `count` are the matrix's.
+// Calls run(at, numbers, count) for each group of adjacent numbers of a row that a thread takes. The first
+// `count` numbers of a group belong to the matrix, the rest is padding.
 template <class T, class Run>
 __device__ __forceinline__ void for_row(const Row& row, Run run) {
   auto* const data = static_cast<T*>(row.batch->data) + row.number * row.batch->stride;

@@ -10,7 +10,8 @@ namespace fusedstep::cuda {
 constexpr int kScalingRows = 8;
 
 // Square matrices of 16-bit numbers. Their rows are `stride` numbers apart, a multiple of 8, and begin at
-// multiples of 16 bytes. Each matrix has `stride` factors, of which those of its rows count.
+// multiples of 16 bytes. Each matrix has memory for `stride` factors, one factor for
+// each row; the rest of the memory is padding.
 struct SquareMatrices {
   void* data;
   float* factors;

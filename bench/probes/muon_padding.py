@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 import torch
 
-from fusedstep._matrix import batches
+from fusedstep._matrix import arrangement
 from fusedstep._matrix.newton_schulz import Scratch, coefficients_of, orthogonalize, usual_dtype
 from fusedstep.optim import Muon
 
@@ -45,7 +45,7 @@ def step_of(matrices: list[torch.Tensor], **choice: Any) -> Callable[[], object]
     def step() -> None:
         with ExitStack() as changed:
             for name, value in choice.items():
-                changed.enter_context(patch.object(batches, name, value))
+                changed.enter_context(patch.object(arrangement, name, value))
             optimizer.step()
 
     return step

@@ -255,7 +255,7 @@ def terms(known: Measured, net: Network) -> str:
 
 
 def errors(known: Measured, net: Network) -> str:
-    """The model beside what was measured: percent that the model's time is longer."""
+    """A table of measured times, and by how many percent the time of the model is longer."""
     times = seconds_measured()
     ranks = sorted({number for _, _, number in times})
     rows = []

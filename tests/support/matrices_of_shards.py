@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fusedstep import optim
-from fusedstep._matrix import batches, newton_schulz
+from fusedstep._matrix import arrangement, batches, newton_schulz
 from fusedstep._sharding import exchange as _sharded_matrices
 from fusedstep._sharding.dtensor import is_dtensor, local
 from support.stepping import assert_same_bits
@@ -145,8 +145,8 @@ class Subjects:
 def batches_of_elements(count):
     """Has no batch more elements for a process than this, or than a weight has."""
     with (
-        mock.patch.dict(batches._AT_ONCE, {"cpu": count}),
-        mock.patch.object(batches, "_AT_ONCE_ELSEWHERE", count),
+        mock.patch.dict(arrangement._AT_ONCE, {"cpu": count}),
+        mock.patch.object(arrangement, "_AT_ONCE_ELSEWHERE", count),
     ):
         yield
 

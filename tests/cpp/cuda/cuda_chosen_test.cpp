@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "src/run/backend.h"
+#include "tests/cpp/cuda/numbers.h"
 
 namespace fusedstep::test {
 namespace {
@@ -43,24 +44,6 @@ struct Case {
 using Cases = testing::Types<Case<PassFormat::kFloat, AsFloat, AsFloat>,
                              Case<PassFormat::kFloatBFloat16, AsFloat, AsBFloat16>,
                              Case<PassFormat::kBFloat16, AsBFloat16, AsBFloat16>>;
-
-// Numbers that begin some elements behind where memory is aligned, with a margin.
-template <class As>
-struct Numbers {
-  static constexpr int64_t kMargin = 8;
-  int64_t begin;
-  std::vector<typename As::Stored> all;
-
-  Numbers(int64_t count, int64_t shift, std::mt19937_64& random)
-      : begin(kMargin + shift), all(count + 2 * kMargin + shift) {
-    std::uniform_real_distribution<float> numbers(-1, 1);
-    for (auto& x : all) x = As::put(numbers(random));
-  }
-  auto* data() { return all.data() + begin; }
-  const auto* data() const { return all.data() + begin; }
-  float get(int64_t i) const { return As::get(data()[i]); }
-  void put(int64_t i, float x) { data()[i] = As::put(x); }
-};
 
 // NaN is equal to NaN: its bits are of no interest.
 template <class As>

@@ -10,6 +10,7 @@
 
 #include "src/run/backend.h"
 #include "src/steps/channel_moves.h"
+#include "tests/cpp/cuda/numbers.h"
 
 namespace fusedstep::emulator {
 extern int launches;
@@ -58,21 +59,6 @@ using Cases =
     testing::Types<Case<PassFormat::kFloat, AsFloat, AsFloat>, Case<PassFormat::kDouble, AsDouble, AsDouble>,
                    Case<PassFormat::kBFloat16, AsBFloat16, AsBFloat16>,
                    Case<PassFormat::kFloatBFloat16, AsFloat, AsBFloat16>>;
-
-// Numbers in memory of their own, which begins some elements behind where it is aligned, with a margin.
-template <class As>
-struct Numbers {
-  static constexpr int64_t kMargin = 8;
-  int64_t begin;
-  std::vector<typename As::Stored> all;
-
-  Numbers(int64_t count, int64_t shift, std::mt19937_64& random)
-      : begin(kMargin + shift), all(count + 2 * kMargin + shift) {
-    std::uniform_real_distribution<double> numbers(-1, 1);
-    for (auto& x : all) x = As::put(static_cast<typename As::Maths>(numbers(random)));
-  }
-  auto* data() { return all.data() + begin; }
-};
 
 // The tensors of a pass. More than one launch has room for, some without elements, some out of step with
 // words.

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fusedstep import optim
-from fusedstep._matrix import batches
+from fusedstep._matrix import arrangement, batches
 from fusedstep._native import ops
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -38,7 +38,8 @@ def passes(monkeypatch):
         for weight, direction, factor in zip(weights, directions, factors, strict=True):
             weight.mul_(keep).add_(direction.to(weight.dtype), alpha=factor)
 
-    monkeypatch.setattr(batches, "takes_batches_of", lambda *_: False)
+    for module in (arrangement, batches):
+        monkeypatch.setattr(module, "takes_batches_of", lambda *_: False)
     monkeypatch.setattr(batches, "are_taken", lambda *_: True)
     monkeypatch.setattr(batches, "average_into", average_into)
     monkeypatch.setattr(batches, "decay_and_add", decay_and_add)
@@ -104,8 +105,9 @@ def test_values_of_16_bit_weights_go_through_passes(passes, options, cls, monkey
 
 def test_passes_take_no_padded_batches(monkeypatch):
     """Zeros lie between their matrices."""
-    monkeypatch.setattr(batches, "takes_batches_of", lambda *_: False)
-    monkeypatch.setattr(batches, "_CALLS", {"cpu": 1 << 40})
+    for module in (arrangement, batches):
+        monkeypatch.setattr(module, "takes_batches_of", lambda *_: False)
+    monkeypatch.setattr(arrangement, "_CALLS", {"cpu": 1 << 40})
     asked = []
     monkeypatch.setattr(batches, "are_taken", lambda *_: asked.append(1))
     trained(steps=1)

@@ -11,7 +11,7 @@ import torch
 
 import fusedstep
 from fusedstep import optim
-from fusedstep._matrix import newton_schulz
+from fusedstep._matrix import batches, newton_schulz
 from fusedstep._matrix.newton_schulz import Scratch, coefficients_of, orthogonalize
 from fusedstep.memory.plan import Choice, state_bytes
 from reference.muon import QUINTIC, muon
@@ -368,7 +368,7 @@ def test_together_is_within_the_error_of_bfloat16_of_one_by_one():
 def test_small_batches_give_the_same(monkeypatch):
     shapes = [(12, 8)] * 5
     expected, _ = trained(optim.Muon, shapes, ns_dtype=torch.float32)
-    monkeypatch.setitem(fusedstep._matrix.batches._AT_ONCE, "cpu", 200)
+    monkeypatch.setitem(fusedstep._matrix.arrangement._AT_ONCE, "cpu", 200)
     found, optimizer = trained(optim.Muon, shapes, ns_dtype=torch.float32)
     assert max(each.numel() for each in optimizer._scratch.tensors()) == 192
     assert_moved_alike(found, expected, parameters(shapes), 1e-5)
@@ -620,8 +620,8 @@ CHANGES = {
 def test_batches_are_kept_while_nothing_changes(change, cls, monkeypatch):
     """The step after is that of an optimizer that has kept nothing."""
     shapes, arranged = [(8, 8), (8, 8), (8, 24)], []
-    original = cls._arranged
-    monkeypatch.setattr(cls, "_arranged", lambda *of: arranged.append(1) or original(*of))
+    original = batches.arrange
+    monkeypatch.setattr(batches, "arrange", lambda *of: arranged.append(1) or original(*of))
     options = {"use_muon": True, "momentum": 0.9, "ns_dtype": torch.float32}
     params = parameters(shapes)
     optimizer = cls(params, lr=0.02, **options)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fusedstep import optim
+from fusedstep._matrix import arrangement
 from fusedstep._matrix import batches as module
 from fusedstep._matrix.near_shapes import joined, newton_schulz_operations
 from fusedstep._matrix.newton_schulz import coefficients_of, takes_gram_form
@@ -16,7 +17,7 @@ SHAPES = (*WIDE, *TALL, (8, 3, 3, 3), (6, 2, 3, 4), (4, 90))
 
 @pytest.fixture(params=[True, False], ids=["joined", "apart"])
 def joins(request, monkeypatch):
-    monkeypatch.setattr(module, "_CALLS", {"cpu": 1 << 26 if request.param else 0})
+    monkeypatch.setattr(arrangement, "_CALLS", {"cpu": 1 << 26 if request.param else 0})
     return request.param
 
 
@@ -80,7 +81,7 @@ def test_steps_are_those_of_each_alone(joins, dtype, options):
 def test_averages_keep_their_bits(monkeypatch):
     found = []
     for saved in (1 << 26, 0):
-        monkeypatch.setattr(module, "_CALLS", {"cpu": saved})
+        monkeypatch.setattr(arrangement, "_CALLS", {"cpu": saved})
         params, optimizer = trained()
         found.append([optimizer.state[p]["momentum_buffer"] for p in params])
     for one, other in zip(*found, strict=True):

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedstep import optim
-from fusedstep._matrix import batches
+from fusedstep._matrix import arrangement, batches
 from fusedstep._matrix.chosen import Chosen, largest, norms_of
 from fusedstep._matrix.newton_schulz import has_engine
 from fusedstep._native import ops
@@ -142,7 +142,7 @@ def test_products_of_16_bits_are_within_their_errors(dtype, products, device):
 @pytest.mark.parametrize("options", [{}, {"ns_dtype": torch.bfloat16}, {"normuon": True}], ids=str)
 def test_weights_of_all_shapes_in_one_batch_step_as_in_several(options, most, monkeypatch):
     """As a GPU takes these, where torch's operations choose."""
-    monkeypatch.setattr(batches, "_takes_batches_of", lambda *_: False)
+    monkeypatch.setattr(arrangement, "takes_batches_of_group", lambda *_: False)
     expected, _ = trained(**options)
     seen, step = [], batches.MatrixBatches._step_batch
 
@@ -151,8 +151,8 @@ def test_weights_of_all_shapes_in_one_batch_step_as_in_several(options, most, mo
         step(self, group, batch, grads)
 
     monkeypatch.setattr(batches.MatrixBatches, "_step_batch", noted)
-    monkeypatch.setattr(batches, "_takes_all_shapes", lambda *_: True)
-    monkeypatch.setattr(batches, "_most_together", lambda _: most)
+    monkeypatch.setattr(arrangement, "_takes_all_shapes", lambda *_: True)
+    monkeypatch.setattr(arrangement, "_most_together", lambda _: most)
     found, _ = trained(**options)
     # Of the convolution and of the stack matrices have one shape.
     all_shapes = [(1, 10, 24), (1, 24, 10), (1, 12, 12), (4, 8, 12)]
@@ -267,7 +267,7 @@ def by_torch(monkeypatch):
 
     def run(*args, **options):
         with monkeypatch.context() as patch:
-            patch.setattr(batches, "_takes_batches_of", lambda *_: False)
+            patch.setattr(arrangement, "takes_batches_of_group", lambda *_: False)
             return trained(*args, **options)
 
     return run
@@ -356,7 +356,7 @@ def test_native_passes_choose_what_is_not_a_number(
     found = []
     for is_native in (True, False):
         if not is_native:
-            monkeypatch.setattr(batches, "_takes_batches_of", lambda *_: False)
+            monkeypatch.setattr(arrangement, "takes_batches_of_group", lambda *_: False)
         params = [torch.nn.Parameter(torch.ones(shape, device=device)) for _ in "ab"]
         optimizer = optim.Muon(params, rank_fraction=0.25, ns_dtype=products)
         for p in params:

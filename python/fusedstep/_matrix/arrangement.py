@@ -1,0 +1,286 @@
+"""Which matrices of a group go through the products together: by dtype, device and shape.
+
+An arrangement is made once, and lasts for as long as operands and options stay.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from fusedstep._matrix.chained import AT_ONCE, ChainedBatches, takes_batches_of
+from fusedstep._matrix.chosen import has_choice
+from fusedstep._matrix.chosen_batches import ChosenBatches
+from fusedstep._matrix.muon_groups import (
+    Part,
+    form_of,
+    is_split,
+    ns_dtype_of,
+    parts_of,
+    starts_aol,
+)
+from fusedstep._matrix.near_shapes import Shape, joined, newton_schulz_operations
+from fusedstep._matrix.newton_schulz import coefficients_of, fits_engine, takes_gram_form
+from fusedstep._matrix.together import (
+    BatchShare,
+    Moving,
+    Together,
+    parts_of_batches,
+    size_of_batches,
+)
+from fusedstep._sharding.dtensor import is_dtensor, local
+from fusedstep._sharding.exchange import cut_of, is_gathered
+from fusedstep._state.states import StateStore
+
+#: Elements that go through the products together at most. More do not fill a device better, and
+#: their copies would have to be kept: on a CPU they leave its caches as well.
+_AT_ONCE = {"cpu": 1 << 22}
+_AT_ONCE_ELSEWHERE = 1 << 25
+
+#: The bytes of these, at most.
+MOST_BYTES = 8 * _AT_ONCE["cpu"]
+
+#: Elements that the native engine of a CPU takes together for each thread, at most: two threads are
+#: slower where more leave their caches.
+_AT_ONCE_OF_THREAD = 1 << 19
+
+#: Operations that take as long as the calls of one more batch, which on a GPU the host is busy with
+#: (0.25 ms on an H100). Shapes are joined where padding adds fewer.
+_CALLS = {"cpu": 1 << 26}
+_CALLS_ELSEWHERE = 1 << 35
+
+
+_Key = TypeVar("_Key")
+
+#: The memory of batches that the native engine steps together.
+Memory = ChainedBatches | ChosenBatches
+
+
+#: Makes the operands of weights, whose gradients are not known yet.
+Begin = Callable[[dict[str, Any], list[Tensor], list[Tensor]], list[Moving]]
+
+
+class Arrangement(NamedTuple):
+    """The batches that a group is stepped in, for as long as its operands and options stay."""
+
+    weights: list[Tensor]
+    options: list[Any] | None
+    """Those that have passed checks; None where a step has to look again."""
+    chained: list[tuple[list[Together], Memory]]
+    """Batches that the native engine steps together where dtypes and gradients allow it."""
+    batches: list[Together]
+    cut_alike: dict[Any, list[int]]
+
+
+def arrange(
+    store: StateStore,
+    begin: Begin,
+    group: dict[str, Any],
+    weights: list[Tensor],
+    options: list[Any] | None,
+) -> Arrangement:
+    """Returns the batches of a group's weights, and the weights whose matrices processes share.
+
+    ``store``: the states of the weights. ``begin``: makes the operands of weights. ``options``:
+    those that have passed checks.
+    """
+    alone: list[int] = []
+    cut_alike: dict[Any, list[int]] = {}
+    for place, p in enumerate(weights):
+        if is_gathered(form_of(group, p), cut := cut_of(p)):
+            key = cut, p.dtype, store.has_wide(group, p)
+            if p.numel():
+                cut_alike.setdefault(key, []).append(place)
+        else:
+            alone.append(place)
+    batches = [
+        _new_batch(store, begin, group, places, [weights[i] for i in places])
+        for places in _batches(store, group, weights, alone)
+    ]
+    chained, others = _in_chains(group, batches)
+    return Arrangement(weights, options, chained, others, cut_alike)
+
+
+def _in_chains(
+    group: dict[str, Any], batches: list[Together]
+) -> tuple[list[tuple[list[Together], Memory]], list[Together]]:
+    """Batches that the native engine may step together, by dtype and device, and all others."""
+    alike: dict[Any, list[list[Together]]] = {}
+    others = []
+    for batch in batches:
+        if not _may_chain(group, batch):
+            others.append(batch)
+            continue
+        lists = alike.setdefault((batch.weights[0].device, batch.weights[0].dtype), [])
+        most = _most_together(batch.weights[0].device)
+        if not lists or size_of_batches([*lists[-1], batch]) > most:
+            lists.append([])
+        lists[-1].append(batch)
+    chained: list[tuple[list[Together], Memory]] = []
+    for (device, _), some in ((key, some) for key, lists in alike.items() for some in lists):
+        shares = [share for batch in some for share in batch.shares]
+        forms = [[part.form for _, part in share.parts] for share in shares]
+        if has_choice(group):
+            moving = [each for batch in some for each in batch.moving]
+            operands = ([each.value for each in moving], [each.average for each in moving])
+            parts = [parts_of_batches(some, each) for each in operands]
+            chained.append((some, ChosenBatches(forms, *parts)))
+            continue
+        shapes = [part.shape for share in shares for _, part in share.parts]
+        chained.append((some, ChainedBatches(shapes, forms, device)))
+    return chained, others
+
+
+def _may_chain(group: dict[str, Any], batch: Together) -> bool:
+    """Returns whether the native engine takes the matrices of a batch, in some dtypes."""
+    first = batch.weights[0]
+    return (
+        bool(batch.moving)
+        and takes_batches_of_group(group, first.device, first.dtype)
+        and not group.get("normuon")
+        and not batch.is_padded
+        and (
+            first.is_cpu
+            or has_choice(group)  # what is chosen has another shape
+            or all(fits_engine(*share.shape[1:]) for share in batch.shares)
+        )
+    )
+
+
+def _new_batch(
+    store: StateStore,
+    begin: Begin,
+    group: dict[str, Any],
+    places: list[int],
+    weights: list[Tensor],
+) -> Together:
+    shares: dict[Shape | None, list[tuple[int, Part]]] = {}
+    for index, p in enumerate(weights):
+        for part in parts_of(group, local(p)):
+            # Whole weights of near shapes go through products together, with zeros.
+            key = None if part.is_whole and not has_choice(group) else part.form[1:]
+            shares.setdefault(key, []).append((index, part))
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for index, (_, part) in enumerate(itertools.chain.from_iterable(shares.values())):
+        alike.setdefault(part.matrix_shape, []).append(index)
+    moving = []
+    if not any(map(functools.partial(_has_copies, store, group), weights)):
+        moving = begin(group, weights, weights)
+    return Together(places, weights, list(map(BatchShare.made_of, shares.values())), alike, moving)
+
+
+def _has_copies(store: StateStore, group: dict[str, Any], weight: Tensor) -> bool:
+    """Returns whether a step works on something else than the weight and its states."""
+    return (
+        is_dtensor(weight)
+        or store.has_wide(group, weight)
+        or store.kind_of(group, weight) is not None
+    )
+
+
+def _batches(
+    store: StateStore, group: dict[str, Any], weights: list[Tensor], places: list[int]
+) -> Iterable[list[int]]:
+    """Places of weights that are stepped together: of one dtype, of one shape or near ones."""
+    alike: dict[Any, dict[tuple[Shape, ...], list[int]]] = {}
+    for place in places:
+        p = weights[place]
+        if (shard := local(p)).numel():
+            kind = p.device, p.dtype, store.has_wide(group, p)
+            shapes = tuple(part.form[1:] for part in parts_of(group, shard))
+            alike.setdefault(kind, {}).setdefault(shapes, []).append(place)
+    for (device, dtype, _), by_shape in alike.items():
+        some = [weights[place] for places in by_shape.values() for place in places]
+        has_copies = any(map(functools.partial(_has_copies, store, group), some))
+        is_chained = takes_batches_of_group(group, device, dtype) and not (
+            device.type == "cpu" and has_copies
+        )
+        goes_together = is_chained or _takes_all_shapes(group, device)
+        at_once = (_most_together if goes_together else most_at_once)(device)
+        for some_shapes in _joined(group, device, weights, by_shape, is_chained):
+            together = [place for shapes in some_shapes for place in by_shape[shapes]]
+            first = local(weights[together[0]])
+            # Joined shapes are no more than that.
+            most = max(at_once // first.numel(), 1) if len(some_shapes) == 1 else len(together)
+            yield from (together[i : i + most] for i in range(0, len(together), most))
+
+
+def _joined(
+    group: dict[str, Any],
+    device: torch.device,
+    weights: list[Tensor],
+    by_shape: dict[tuple[Shape, ...], list[int]],
+    is_chained: bool,
+) -> list[list[tuple[Shape, ...]]]:
+    """Shapes that go through products together, padded to the largest sides among them.
+
+    ``is_chained``: whether the native engine takes shapes together as they are.
+    """
+    if _takes_all_shapes(group, device):
+        sizes = {
+            shapes: sum(local(weights[i]).numel() for i in places)
+            for shapes, places in by_shape.items()
+        }
+        return _in_lists(sizes, _most_together(device))
+    is_alone = len(by_shape) == 1 or group.get("normuon") or is_split(group)
+    # Zeros may make a matrix tall that is not, and the AOL start scales the shorter side.
+    if is_alone or is_chained or has_choice(group) or starts_aol(group):
+        return [[shapes] for shapes in by_shape]
+    steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
+    dtype = ns_dtype_of(group, device)
+    found = joined(
+        {
+            shape: sum(parts_of(group, local(weights[i]))[0].form[0] for i in places)
+            for (shape,), places in by_shape.items()
+        },
+        most_at_once(device),
+        _CALLS.get(device.type, _CALLS_ELSEWHERE),
+        lambda shape: newton_schulz_operations(shape, len(steps)),
+        lambda shape: takes_gram_form(shape, dtype, steps),
+    )
+    return [[(shape,) for shape in shapes] for shapes in found]
+
+
+def _takes_all_shapes(group: dict[str, Any], device: torch.device) -> bool:
+    """Returns whether weights of all shapes are stepped in one batch, without zeros.
+
+    The products of chosen rows are small: a GPU would wait for the host, shape by shape.
+    """
+    return has_choice(group) and device.type != "cpu"
+
+
+def _in_lists(sizes: dict[_Key, int], most: int) -> list[list[_Key]]:
+    """Keys in lists of so many elements at most, or of one key; ``sizes``: the elements of each."""
+    lists: list[list[_Key]] = []
+    for key, size in sizes.items():
+        if not lists or sum(sizes[each] for each in lists[-1]) + size > most:
+            lists.append([])
+        lists[-1].append(key)
+    return lists
+
+
+def takes_batches_of_group(group: dict[str, Any], device: torch.device, dtype: torch.dtype) -> bool:
+    """Returns whether the native engine and passes step batches of these weights together.
+
+    Cautious decay is in no pass that moves chosen rows, nor in the one of a CPU, which writes
+    averages and weights in one call.
+    """
+    if group.get("cautious_decay") and (device.type == "cpu" or has_choice(group)):
+        return False
+    return takes_batches_of(device, dtype, group.get("ns_dtype"), ns_dtype_of(group, device))
+
+
+def _most_together(device: torch.device) -> int:
+    """The most elements that the native engine takes together."""
+    if device.type != "cpu":
+        return AT_ONCE
+    return min(most_at_once(device), torch.get_num_threads() * _AT_ONCE_OF_THREAD)
+
+
+def most_at_once(device: torch.device) -> int:
+    return _AT_ONCE.get(device.type, _AT_ONCE_ELSEWHERE)
