@@ -19,7 +19,7 @@ from fusedstep._api.loading import load_state_dict, set_state_of_copy
 from fusedstep._api.registry import classes, register
 from fusedstep._api.repeat import is_fixed
 from fusedstep._api.state import accessed_states, get_state, look_for_holders, set_state, state_dict
-from fusedstep._api.unknown import check_keys, options_of
+from fusedstep._api.unknown import check_keys, check_storage_is_taken, options_of
 from fusedstep._api.update import update_all, update_bucket
 from fusedstep._native import ops
 from fusedstep._options.docs import complete
@@ -366,6 +366,7 @@ class FusedOptimizer(Owner):
         weights = [p for p in group["params"] if not p.is_meta]
         try:
             make_plain(self._option_kinds, group, sequences=False)
+            check_storage_is_taken(type(self), group)
             self._check_kinds(group)
             make_plain(self._option_kinds, group)
             self._check_group(len(self.param_groups) - 1, group)

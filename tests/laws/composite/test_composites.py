@@ -1,6 +1,7 @@
 """Laws that take no shape of a weight for granted, for the optimizers that have no row."""
 
 import copy
+import inspect
 import pickle
 import threading
 
@@ -26,6 +27,25 @@ def first_state(optimizer, param):
 
 def test_every_composite_has_these_laws():
     assert {row.optimizer for row in ROWS} == COMPOSITES.keys()
+
+
+@pytest.mark.parametrize(
+    "option", [{"state_dtype": "int8"}, {"master_weights": True}, {"rounding": "kahan"}], ids=str
+)
+@EACH
+def test_a_group_takes_the_storage_that_the_constructor_takes(row, option):
+    (name,) = option
+    param = torch.nn.Parameter(torch.ones(SHAPE, dtype=torch.bfloat16))
+    group = {"params": [param]} | row.of_group | option
+    if name in inspect.signature(row.optimizer).parameters:
+        assert row.optimizer([group]).param_groups[0][name] == option[name]
+        return
+    with pytest.raises(ValueError, match=f"{row.optimizer.__name__} has no option '{name}'"):
+        row.optimizer([group])
+    optimizer = row.build([torch.nn.Parameter(torch.ones(SHAPE))])
+    with pytest.raises(ValueError, match=f"has no option '{name}'"):
+        optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
 
 
 @EACH
