@@ -305,8 +305,8 @@ def clipping_takes_the_norm_of_all_parts(here):
                 optim.Adafactor(weights, **options).step(**arguments)
                 for weights in (params, shards)
             ]
-            if not options:
-                torch.testing.assert_close(norms[1], norms[0], rtol=1e-5, atol=0)
+            if not options:  # the host adds up those of cut weights
+                torch.testing.assert_close(norms[1].cpu(), norms[0].cpu(), rtol=1e-5, atol=0)
             for param, shard in zip(params, shards, strict=True):
                 assert_close(shard, param, 16, name)
 
@@ -323,7 +323,8 @@ def clipping_sums_parts_natively(here):
         with mock.patch("fusedstep._step.clip._norms", wraps=_norms) as by_torch:
             found = optimizer.step(max_norm=0.5).item()
         assert found == pytest.approx(exact, rel=1e-13), name
-        is_native = fused is None and here.device.type == "cpu"
+        # Copies have plans. No kernel of a GPU reads gradients that have none.
+        is_native = fused is None and (name == "copies" or here.device.type == "cpu")
         assert by_torch.called != is_native, (name, fused)
         assert by_torch.call_count <= 2, (name, fused)  # of weights that are cut, and of others
 
