@@ -21,10 +21,10 @@ from fusedstep import optim
 
 
 @contextmanager
-def processes() -> Iterator[None]:
+def processes(device: str) -> Iterator[None]:
     """Lets the processes that torchrun has started communicate, or one alone."""
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(**alone)
+    dist.init_process_group(recipe.backend(device), **alone)
     try:
         yield
     finally:
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> recipe.Run | None:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-    with processes():
+    with processes(args.device):
         return train(args, device)
 
 

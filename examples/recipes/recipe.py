@@ -70,6 +70,11 @@ def batches(steps: int, batch: int, device: str, length: int = LENGTH) -> Iterat
         yield tokens[starts + torch.arange(length + 1)].to(device)
 
 
+def backend(device: str) -> str:
+    """Returns the libraries by which processes communicate; torch takes a GPU's if there is one."""
+    return "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+
+
 class LanguageModel(nn.Module):
     """A small transformer that predicts the next character."""
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fusedstep import optim
@@ -66,10 +67,10 @@ def main(argv: list[str] | None = None) -> recipe.Run | None:
     args = parser.parse_args(argv)
     args.folder.mkdir(parents=True, exist_ok=True)
     if "RANK" in os.environ and not dist.is_initialized():  # by torchrun
-        dist.init_process_group()
+        dist.init_process_group(recipe.backend(args.device))
     model = recipe.LanguageModel().to(args.device)
     if dist.is_initialized():
-        fully_shard(model)
+        fully_shard(model, mesh=init_device_mesh(args.device, (dist.get_world_size(),)))
     optimizer = optim.AdamW8bit(model.parameters(), lr=3e-3)
     done = load(args.folder, model, optimizer)
     if done >= args.steps:
