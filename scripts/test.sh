@@ -56,7 +56,7 @@ test_on_newest_torch() {
   say "some laws on torch $(newest_torch_version)"
   (cd "$root" && "$newest/bin/python" -m pytest -n "$(parallelism)" --dist worksteal --plain "${short_tests[@]}" \
     -k "not test_compile or $compiled" \
-    tests/laws/{engine/test_{groups,bind,isa},maths/test_{optim_database,contract},state/test_{checkpoints,states},api/test_{hooks,compile}}.py)
+    tests/laws/{engine/test_{groups,bind,isa},maths/test_{optim_database,contract},state/test_{checkpoints,states},api/test_{hooks,compile{,_changes,_operators}}}.py)
 }
 
 # Targets without LibTorch, which is not built for sanitizers.
