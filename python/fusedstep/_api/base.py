@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -19,11 +20,12 @@ from fusedstep._api.loading import load_state_dict, set_state_of_copy
 from fusedstep._api.registry import classes, register
 from fusedstep._api.repeat import is_fixed
 from fusedstep._api.state import accessed_states, get_state, look_for_holders, set_state, state_dict
-from fusedstep._api.unknown import check_keys, check_storage_is_taken, options_of
+from fusedstep._api.unknown import check_keys, options_of
 from fusedstep._api.update import update_all, update_bucket
 from fusedstep._native import ops
 from fusedstep._options.docs import complete
 from fusedstep._options.kinds import (
+    Choice,
     check_floats,
     check_kinds,
     check_number,
@@ -36,7 +38,7 @@ from fusedstep._options.kinds import (
 )
 from fusedstep._options.shared import own_option, without_unset
 from fusedstep._state import storage
-from fusedstep._state.checks import check_storage
+from fusedstep._state.checks import check_storage, check_storage_is_taken
 from fusedstep._state.codes import OF_INT4, warn_of_codes
 from fusedstep._state.states import StateStore
 from fusedstep._step.binding import (
@@ -94,6 +96,12 @@ class FusedOptimizer(Owner):
             return
         if cls.__module__.startswith("fusedstep."):
             classes.append(cls)
+            taken = inspect.signature(cls).parameters
+            cls._storage_not_taken = {
+                name: kind.unset
+                for name, kind in cls._option_kinds.items()
+                if isinstance(kind, Choice) and name not in taken
+            }
         if "__init__" in vars(cls):
             always = [kind.of is None and not kind.is_number for kind in kinds.values()]
             complete(cls, tuple(compress(kinds, always)), cls._numbers)
@@ -130,6 +138,7 @@ class FusedOptimizer(Owner):
 
     def _check_kinds(self, group: Mapping[str, Any]) -> None:
         """Raises an option of a group that is of another kind; its range may be any."""
+        check_storage_is_taken(type(self).__name__, self._storage_not_taken, group)
         check_kinds(self._option_kinds, group)
         check_storage(group)
 
@@ -366,7 +375,6 @@ class FusedOptimizer(Owner):
         weights = [p for p in group["params"] if not p.is_meta]
         try:
             make_plain(self._option_kinds, group, sequences=False)
-            check_storage_is_taken(type(self), group)
             self._check_kinds(group)
             make_plain(self._option_kinds, group)
             self._check_group(len(self.param_groups) - 1, group)

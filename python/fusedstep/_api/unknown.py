@@ -13,7 +13,6 @@ from torch import Tensor
 from fusedstep._api.foreign import FOREIGN, in_our_words, look_alike_of, maker_of
 from fusedstep._api.registry import classes
 from fusedstep._options.cached import cached
-from fusedstep._options.kinds import Choice
 from fusedstep._state.codes import absmax_of, is_codes
 from fusedstep._state.storage import BESIDE
 from fusedstep._step.owner import Owner
@@ -62,15 +61,6 @@ def check_keys(cls: type[Owner], keys: Iterable[Any]) -> None:
                 f"{key!r} of a group is no option of {cls.__name__}: did you mean {near!r}? "
                 "A key of your own needs a name that is less like an option's"
             )
-
-
-def check_storage_is_taken(cls: type[Owner], group: Mapping[str, Any]) -> None:
-    """Raises an option of a group that says how states are stored, and that the class lacks."""
-    ours = next(each for each in cls.__mro__ if each in classes)
-    for name, kind in cls._option_kinds.items():
-        is_lacking = isinstance(kind, Choice) and name not in options_of(ours)
-        if is_lacking and group.get(name, kind.unset) != kind.unset:
-            raise ValueError(f"{ours.__name__} has no option {name!r}: {name}={group[name]!r:.40}")
 
 
 def _misspelt(key: str, options: Set[str]) -> str | None:

@@ -33,6 +33,18 @@ def check_state_dtype(state_dtype: torch.dtype | str | None) -> None:
         )
 
 
+def check_storage_is_taken(
+    name: str, not_taken: Mapping[str, Any], group: Mapping[str, Any]
+) -> None:
+    """Raises an option of a group that says how states are stored, and that the class lacks.
+
+    ``name``: of the class. ``not_taken``: such options, with their values where they are not set.
+    """
+    for option, unset in not_taken.items():
+        if (value := group.get(option, unset)) != unset:
+            raise ValueError(f"{name} has no option {option!r}: {option}={value!r:.40}")
+
+
 def check_storage(group: Mapping[str, Any]) -> None:
     """Raises options that say how states and 16-bit weights are stored, and say it wrongly."""
     check_state_dtype(own_option(group, "state_dtype"))

@@ -18,6 +18,7 @@ from fusedstep._state.checks import (
     check_counts,
     check_memory,
     check_operands,
+    check_storage_is_taken,
     check_writable,
     with_name,
 )
@@ -166,10 +167,11 @@ def bind_groups(optimizer: Owner, bucket: Bucket | None = None) -> list[Work]:
         weights, grads = with_gradients(params)
         if not weights:
             continue
-        if not optimizer._has_passed(group) and has_text(
-            optimizer._option_kinds, group
-        ):  # what states depend on, perhaps
-            optimizer._checked_options(Work(group, weights, grads, None, index), PLAIN)
+        if not optimizer._has_passed(group):  # options that states depend on
+            name = type(optimizer).__name__
+            check_storage_is_taken(name, optimizer._storage_not_taken, group)
+            if has_text(optimizer._option_kinds, group):
+                optimizer._checked_options(Work(group, weights, grads, None, index), PLAIN)
         launches = optimizer._launches(index, group, weights, grads)
         for part, pair in enumerate(launches):
             places.add(place := (index, part, *numbers))

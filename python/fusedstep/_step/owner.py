@@ -122,6 +122,9 @@ class Owner(Optimizer):
     _own_options: ClassVar[dict[str, Any]] = OWN
     #: Options that older dictionaries lack, with the values that mean what was done then.
     _later_options: ClassVar[dict[str, Any]] = named_values(OF_TORCH, "before")
+    #: Options of how states are stored that the constructor does not take, with the values that
+    #: groups without the options have.
+    _storage_not_taken: ClassVar[dict[str, Any]] = {}
     #: The argument of the constructor that chooses values of other options, if there is one.
     _preset: ClassVar[str | None] = None
 

@@ -1,5 +1,6 @@
 """Laws that take no shape of a weight for granted, for the optimizers that have no row."""
 
+import contextlib
 import copy
 import inspect
 import pickle
@@ -7,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedstep import optim
 from fusedstep._step.plan import Bucket
@@ -23,6 +25,11 @@ EACH = pytest.mark.parametrize("row", ROWS, ids=str)
 
 def first_state(optimizer, param):
     return next(name for name in optimizer.state[param] if name != "step")
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
 
 
 def test_every_composite_has_these_laws():
@@ -46,6 +53,39 @@ def test_a_group_takes_the_storage_that_the_constructor_takes(row, option):
     with pytest.raises(ValueError, match=f"has no option '{name}'"):
         optimizer.add_param_group(group)
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("way", ["step", "under a mode", "compiled"])
+@pytest.mark.parametrize("is_first", [True, False], ids=["first step", "later step"])
+@pytest.mark.parametrize(
+    ("row", "option"),
+    [
+        pytest.param(row, option, id=f"{row}-{option}")
+        for row in ROWS
+        for option in ({"state_dtype": "int8"}, {"master_weights": True})
+        if not option.keys() & inspect.signature(row.optimizer).parameters
+    ],
+)
+def test_storage_that_the_class_lacks_is_an_error_of_the_step(row, option, is_first, way):
+    """The option may be set at any time: nothing has changed after the error."""
+    (name,) = option
+    (params, optimizer), (_, expected) = (
+        stepped(row, steps=0 if is_first else 3) for _ in range(2)
+    )
+    step = optimizer.step
+    if way == "compiled":
+        step = torch.compile(optimizer.step, backend="eager")
+    optimizer.param_groups[0].update(option)
+    text, mode = f"{row.optimizer.__name__} has no option '{name}'", contextlib.nullcontext()
+    with pytest.raises(ValueError, match=text), Mode() if way == "under a mode" else mode:
+        step()
+    assert_same_contents(contents(optimizer), contents(expected))
+    with pytest.raises(ValueError, match=f"has no option '{name}'"):
+        row.build(params).load_state_dict(optimizer.state_dict())
+    del optimizer.param_groups[0][name]
+    optimizer.step()
+    expected.step()
+    assert_same_contents(contents(optimizer), contents(expected))
 
 
 @EACH
