@@ -92,7 +92,9 @@ def _make_ready(optimizer: str, index: int, present: list[int], compiles: bool) 
     # On a CUDA device the operator would make its tables anew at every step.
     if not all(p.is_cpu for p in weights):
         return False
-    if owner._is_composite(group) or group.keys() & owner._storage_not_taken:  # an error, perhaps
+    if owner._is_composite(group):
+        return False
+    if any(name in group for name in owner._storage_not_taken):  # an error, perhaps
         return False
     if owner._why_not_native(weights) or any(map(is_dtensor, weights)):
         return False
