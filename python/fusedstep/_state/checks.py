@@ -109,11 +109,13 @@ class CheckedOperands:
     from options that are the same, hangs here: it is dropped when new operands are checked.
     """
 
-    __slots__ = ("_forms", "_states", "counts", "derived")
+    __slots__ = ("_forms", "_states", "counts", "derived", "weights")
 
     def __init__(
         self, weights: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
     ) -> None:
+        self.weights = frozenset(map(id, weights))
+        """By id(): nothing here keeps a weight that has left the groups."""
         self._states = [each for s in states for name, each in s.items() if name != "step"]
         self.counts: list[Tensor | None] = [state.get("step") for state in states]
         self._forms: list[tuple[Any, ...]] = []

@@ -109,11 +109,16 @@ def _new_plan(
     native, store = optimizer._is_native(group, weights, grads), optimizer._store
     if not native and not optimizer._is_composite(group):
         optimizer._rehearse(group, weights, grads)  # before a state begins at such an option
+    has_plans = optimizer._plans or optimizer._memory or [*optimizer._aside]
+    before = _states_of(optimizer, weights) if has_plans else None
     store.create(group, weights, native, optimizer._groups)
     states = store.operands(group, weights)
+    if native:
+        store.count_together(weights, states, optimizer._may_be_skipped())
+    if before is not None:
+        _forget_changed(optimizer, weights, before)
     if not native:
         return None
-    store.count_together(weights, states, optimizer._may_be_skipped())
     names, way = store.names_of(group, weights[0]), storage.way_of(group, weights[0])
     slots, has_beside = optimizer._slots(group, weights, states), way in storage.BESIDE
     seed, draws = storage.seed_of(group, weights[0]), None
@@ -132,6 +137,34 @@ def _new_plan(
         rule=optimizer._rule,
         takes_norm=optimizer._plan_takes_norm,
     )
+
+
+def _states_of(optimizer: Owner, weights: list[Tensor]) -> list[list[Any]]:
+    return [[*optimizer._state.get(p, {}).values()] for p in weights]
+
+
+def _forget_changed(optimizer: Owner, weights: list[Tensor], before: list[list[Any]]) -> None:
+    """Lets go of plans of weights whose states are others than ``before``.
+
+    A weight may have several plans, for it may be stepped beside other weights.
+    """
+    both = zip(before, _states_of(optimizer, weights), strict=True)
+    changed = {id(p) for p, (old, new) in zip(weights, both, strict=True) if not same(old, new)}
+    if not changed:
+        return
+    plans = [plan for plan in optimizer._aside if not changed.isdisjoint(map(id, plan.weights))]
+    for plan in plans:
+        optimizer._aside.take(plan.weights)
+    optimizer._plans = {
+        place: plan
+        for place, plan in optimizer._plans.items()
+        if changed.isdisjoint(map(id, plan.weights))
+    }
+    optimizer._memory = {
+        first: operands
+        for first, operands in optimizer._memory.items()
+        if operands and changed.isdisjoint(operands.weights)
+    }
 
 
 def has_sparse(optimizer: Owner, group: dict[str, Any], grads: list[Tensor]) -> bool:

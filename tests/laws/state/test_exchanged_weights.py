@@ -174,3 +174,33 @@ def test_states_of_another_shape_than_the_weight_are_an_error(row, state_dtype, 
             optimizer.step()
         for name, value in contents(optimizer).items():
             assert torch.equal(value.double(), before[name].double()), name
+
+
+@pytest.mark.parametrize(
+    ("first", "between"),
+    [("kahan", None), ("stochastic", "kahan"), (None, "kahan"), ("stochastic", None)],
+    ids=str,
+)
+@pytest.mark.parametrize("cls", [optim.AdamW, optim.RMSprop, optim.Muon, optim.CAME])
+def test_a_plan_ends_with_the_states_that_it_is_for(cls, first, between):
+    """A step of one weight under another option replaces the states of a plan of both weights."""
+    weights = [torch.nn.Parameter(torch.ones(s, dtype=torch.bfloat16)) for s in ((4, 6), (5, 3))]
+    optimizer = cls(weights, lr=0.01)
+
+    def step(optimizer, rounding, count):
+        (group,) = optimizer.param_groups
+        group["rounding"] = rounding
+        for i, p in enumerate(group["params"]):
+            p.grad = torch.full_like(p, 0.01) if i < count else None
+        optimizer.step()
+
+    for rounding, count in ((first, 2), (first, 2), (between, 1)):
+        step(optimizer, rounding, count)
+    other = copy.deepcopy(optimizer)
+    for rounding, count in ((first, 1), (first, 2), (between, 2), (first, 2)):
+        for each in (optimizer, other):
+            step(each, rounding, count)
+        ours, theirs = contents(optimizer), contents(other)
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert_same_bits(ours[name], value, name)
