@@ -237,7 +237,7 @@ class StateStore:
                 if slot.name not in states[p]:
                     self._start(groups, group, slot, made[p])
         counts = {} if "step" in self._numbers else self._counts_beside(group, made, slots_of)
-        in_states = [p for p in counts if self.keeps_count(group, p)]
+        in_states = [p for p in counts if self.keeps_count(group, p) or "step" in states[p]]
         for p in in_states:
             made[p]["step"] = counts.pop(p)
         for p, new in made.items():  # all at once: memory may run out before all are there
@@ -289,14 +289,16 @@ class StateStore:
     def _counts_beside(
         self, group: dict[str, Any], made: dict[Tensor, dict[str, Tensor]], slots: Slots
     ) -> dict[Tensor, Tensor]:
-        """The counts of weights whose states are being made: moments and counts begin together."""
+        """The counts of weights whose states are being made: moments and counts begin together.
+
+        A count that dictionaries have goes on. Of others a copy knows nothing: these begin anew.
+        """
         counts = {}
         for p in made:
             state, names = self.by_weight.get(p, {}), slots.shapes(p)
-            has_moments = any(name in state for name in names)
-            goes_on = self.keeps_count(group, p) and (has_moments or not names)
+            goes_on = any(name in state for name in names) or not names
             if not (goes_on and "step" in state):
-                counts[p] = self._count_of(group, p) if goes_on else _new_number(p, group)
+                counts[p] = _new_number(p, group, goes_on and bool(state))
         return counts
 
     def _start_beside(self, group: dict[str, Any], weight: Tensor, beside: Tensor) -> None:

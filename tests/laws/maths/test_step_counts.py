@@ -78,6 +78,72 @@ def test_a_count_goes_on_while_weights_are_not_rounded_at_random(momentum, fused
     assert optimizer.state[weight]["step"] == 4
 
 
+def as_a_dictionary(optimizer):
+    weights = [torch.nn.Parameter(p.detach().clone()) for p in optimizer.param_groups[0]["params"]]
+    own = {name: optimizer.param_groups[0].get(name, False) for name in ("use_muon",)}
+    other = type(optimizer)([{"params": weights} | {k: v for k, v in own.items() if v}])
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return other
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
+    "dictionary": as_a_dictionary,
+}
+#: Roundings, each with the weights that have a gradient: both, or the second one. Two more steps of
+#: each kind follow a copy.
+SEQUENCES = {
+    "on": ([(None, 2), (None, 2)], ["stochastic"]),
+    "off": ([("stochastic", 2), ("stochastic", 2)], [None]),
+    "off, a step before": ([("stochastic", 2), (None, 2)], [None, "stochastic"]),
+    "kahan": ([("stochastic", 2), ("kahan", 2), ("kahan", 1)], ["kahan", "stochastic"]),
+    "on for one": ([(None, 2), ("stochastic", 1)], [None, "stochastic"]),
+    "off for one": ([("stochastic", 2), (None, 1), ("stochastic", 1)], ["stochastic", None]),
+    "kahan for one": ([("stochastic", 2), ("kahan", 1)], ["stochastic", "kahan"]),
+}
+WITHOUT_COUNTS = {
+    "SGD": (optim.SGD, {}),
+    "SGD with momentum": (optim.SGD, {"momentum": 0.9, "dampening": 0.5}),
+    "Lion": (optim.Lion, {}),
+    "RMSprop": (optim.RMSprop, {}),
+    "Muon": (optim.Muon, {}),
+    "MuSGD": (optim.MuSGD, {"momentum": 0.9}),
+    "MuSGD of a matrix": (optim.MuSGD, {"momentum": 0.9, "use_muon": True}),
+}
+
+
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("sequence", SEQUENCES)
+@pytest.mark.parametrize("made", COPIES)
+@pytest.mark.parametrize("name", WITHOUT_COUNTS)
+def test_a_copy_goes_on_as_its_original(name, made, sequence, fused):
+    """What no dictionary has, and plans of steps before, change neither counts nor states."""
+    cls, options = WITHOUT_COUNTS[name]
+    options = dict(options)
+    group = {"use_muon": True} if options.pop("use_muon", False) else {}
+    shapes = (4, 6), (5, 3)
+    weights = [torch.nn.Parameter(torch.ones(s, dtype=torch.bfloat16)) for s in shapes]
+    optimizer = cls([{"params": weights} | group], lr=0.1, fused=fused, **options)
+
+    def step(optimizer, rounding, count):
+        (group,) = optimizer.param_groups
+        group["rounding"] = rounding
+        for i, p in enumerate(group["params"]):
+            p.grad = torch.full_like(p, 0.01) if i >= len(weights) - count else None
+        optimizer.step()
+
+    before, after = SEQUENCES[sequence]
+    for rounding, count in before:
+        step(optimizer, rounding, count)
+    other = COPIES[made](optimizer)
+    for rounding in after:
+        for count in (2, 1, 2):
+            for each in (optimizer, other):
+                step(each, rounding, count)
+            assert_same_contents(contents(other), contents(optimizer))
+
+
 LAST = 2**24
 """From here on float32 lacks integers."""
 COUNTED = [
