@@ -249,7 +249,10 @@ class LowRankSteps(Owner):
         others = self._scratch.items()
         self._scratch = {p: each for p, each in others if mine.isdisjoint(map(id, each.weights))}
         if self._takes_scratch(group, weights, grads):
-            scratch = self._scratch[weights[0]] = self._new_scratch(group, weights)
+            try:
+                scratch = self._scratch[weights[0]] = self._new_scratch(group, weights)
+            except RuntimeError as error:
+                raise with_name(error, place[0], group, weights) from None
             self._plans[place], self._seen = scratch.plan, None
         return work
 

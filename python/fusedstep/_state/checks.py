@@ -206,8 +206,28 @@ def check_apart(weights: list[Tensor], states: list[dict[str, Any]]) -> None:
     torch.ops.fusedstep.check_apart.default(own, owned, owners)
 
 
-def check_counts(counts: list[Tensor | None]) -> None:
-    """Raises for a step count on the host that is none."""
+def check_number_of_state(index: int, name: str, number: Any, weight: Tensor) -> None:
+    """Raises a number beside a weight that no step could take as one; ``index``: of the weight."""
+    of = ", the step count," if name == "step" else ""
+    what = f"tensor {index} of the list: the state {name!r}{of}"
+    if not isinstance(number, Tensor):
+        raise RuntimeError(
+            f"{what} is a {torch.typename(number)}. API has changed, `state_steps` argument must "
+            "contain a list of singleton tensors"
+        )
+    is_dense = number.layout is torch.strided and (weight.is_meta or not number.is_meta)
+    is_real = not number.is_complex() and number.dtype is not torch.bool
+    if not (is_dense and is_real and number.numel() == 1):
+        raise RuntimeError(
+            f"{what} must be one real number, not a tensor of {number.dtype} of the shape "
+            f"{list(number.shape)} and the layout {number.layout} on {number.device}"
+        )
+
+
+def check_counts(counts: Iterable[Tensor | None]) -> None:
+    """Raises for a step count on the host that is none; fake tensors have no numbers."""
+    if torch._C._len_torch_dispatch_stack():
+        return
     for index, count in enumerate(counts):
         if count is not None and count.is_cpu and not count.item() >= 0:
             raise RuntimeError(

@@ -56,8 +56,10 @@ def count_steps(steps: list[Tensor]) -> None:
     if steps[0].is_cpu and steps[0].item() >= LAST - 1:
         for step in steps:
             write_count(step, read_count(step) + 1)
-    else:
+    elif all(map(Tensor.is_floating_point, steps)):
         torch._foreach_add_(steps, [_ONE] * len(steps))
+    else:  # integers, which only a user puts there, take no float
+        torch._foreach_add_(steps, 1)
 
 
 def is_long(step: Any) -> bool:
@@ -67,7 +69,7 @@ def is_long(step: Any) -> bool:
     """
     if type(step) is not Tensor or not step.is_cpu or torch._C._len_torch_dispatch_stack():
         return False
-    return step.numel() == 1 and step.item() >= LAST
+    return step.numel() == 1 and not step.is_complex() and step.item() >= LAST
 
 
 def with_memory(step: Any) -> Any:

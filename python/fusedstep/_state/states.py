@@ -11,7 +11,7 @@ from torch import Tensor
 from fusedstep._options.shared import own_option
 from fusedstep._sharding import dtensor
 from fusedstep._state import codes as _codes
-from fusedstep._state.checks import check_state_dtype
+from fusedstep._state.checks import check_number_of_state, check_state_dtype
 from fusedstep._state.codes import absmax_of, is_codes
 from fusedstep._state.counts import new_count, read_count, with_memory, write_count
 from fusedstep._state.forked import in_pieces
@@ -334,10 +334,9 @@ class StateStore:
     def operands(self, group: dict[str, Any], weights: list[Tensor]) -> list[dict[str, Tensor]]:
         """The states of weights as a step takes them: with counts, and all numbers as tensors."""
         states = [self.with_count(group, p) for p in weights]
-        if not all(isinstance(state[name], Tensor) for state in states for name in self.numbers):
-            raise RuntimeError(
-                "API has changed, `state_steps` argument must contain a list of singleton tensors"
-            )
+        for index, state in enumerate(states):
+            for name in self.numbers:
+                check_number_of_state(index, name, state[name], weights[index])
         return states
 
     def check(

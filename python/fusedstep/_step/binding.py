@@ -339,6 +339,7 @@ def check_composite(
             optimizer._seen = None  # for states have been made
     else:
         optimizer._store.check(group, weights, any_dtype=True)
+        check_counts(optimizer._state.get(p, {}).get("step") for p in weights)
 
 
 def is_known(

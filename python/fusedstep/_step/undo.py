@@ -30,7 +30,7 @@ class Saved:
     def __init__(self, tensors: Iterable[Tensor], rows: Tensor | None = None) -> None:
         self._values = []
         for tensor in map(local, tensors):
-            of = rows if tensor.dim() > 0 else None
+            of = rows if tensor.numel() > 1 else None  # a count may have the shape [1]
             values = tensor.detach().clone() if of is None else tensor.detach()[of]
             self._values.append((tensor, of, values))
 
@@ -100,7 +100,8 @@ def numbers_first(like: Tensor, *numbers: float) -> tuple[Tensor, ...]:
 
     Nobody writes to them: the weights of a step share them.
     """
-    dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
+    is_narrow = like.is_floating_point() and like.dtype is not torch.float64
+    dtype = torch.float32 if is_narrow else like.dtype
     # Under a dispatch mode they may be tensors of its own.
     make = _made_tensors if torch._C._len_torch_dispatch_stack() else _kept_tensors
     return make(dtype, numbers)

@@ -4,7 +4,9 @@ import contextlib
 import copy
 import inspect
 import pickle
+import re
 import threading
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedstep import optim
 from fusedstep._step.plan import Bucket
-from support.cases import COMPOSITES, PRODUCTS
+from support.cases import COMPOSITES, PRODUCTS, WITH_COUNTS
 from support.composites import DENSE, MODES, ROWS, SHAPE, WITHOUT_PLAN, stepped, values_of
 from support.negated import WAYS, negated, negated_at_once
 from support.stepping import assert_same_bits, assert_same_contents, contents
@@ -591,3 +593,70 @@ def test_a_nested_weight_of_a_group_with_a_rank_is_named(row):
     nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
     with pytest.raises(ValueError, match="parameter 1 of group 0 is a nested tensor"):
         row.build([torch.nn.Parameter(torch.ones(12, 8)), torch.nn.Parameter(nested)])
+
+
+class WrongNumber(NamedTuple):
+    """A step count that a user has put into a state, or a mistake.
+
+    ``text``: of the error. None where a step in torch operations takes the number as a count.
+    """
+
+    made: object
+    text: str | None = "the state 'step', the step count, must be one real number"
+
+
+WRONG_NUMBERS = {
+    "int64": WrongNumber(lambda step: step.long(), None),
+    "int32": WrongNumber(lambda step: step.int(), None),
+    "float64": WrongNumber(lambda step: step.double(), None),
+    "bfloat16": WrongNumber(lambda step: step.bfloat16(), None),
+    "shape [1]": WrongNumber(lambda step: step.reshape(1), None),
+    "bool": WrongNumber(lambda step: step.bool()),
+    "complex": WrongNumber(lambda step: step.to(torch.complex64)),
+    "two": WrongNumber(lambda step: torch.ones(2)),
+    "meta": WrongNumber(lambda step: step.to("meta")),
+    "sparse": WrongNumber(lambda step: step.reshape(1).to_sparse()),
+    "no tensor": WrongNumber(lambda step: 1, "the step count, is a int.*state_steps"),
+    "negative": WrongNumber(lambda step: -step, "step count must be at least 0"),
+}
+
+
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("wrong", WRONG_NUMBERS)
+@pytest.mark.parametrize("row", [row for row in (*ROWS, *WITH_COUNTS) if row.counts], ids=str)
+def test_a_wrong_count_is_an_error_that_names_its_weight_or_is_taken_as_a_number(row, wrong, fused):
+    is_composite, (made, text) = row in ROWS, WRONG_NUMBERS[wrong]
+    params = [torch.nn.Parameter(values_of(i)) for i in range(3)]
+    optimizer = row.build(params, fused=fused)
+
+    def set_grads(params, number):
+        for p in params:
+            p.grad = row.grad(values_of(number)) if is_composite else values_of(number)
+
+    set_grads(params, 0)
+    optimizer.step()
+    expected = copy.deepcopy(optimizer)
+    others = expected.param_groups[0]["params"]
+    set_grads(params, 1)
+    set_grads(others, 1)
+    optimizer.state[params[1]]["step"] = made(optimizer.state[params[1]]["step"])
+    before = copy.deepcopy([dict(optimizer.state[p]) for p in params])
+    error = None
+    try:
+        optimizer.step()
+    except RuntimeError as found:
+        error = str(found)
+    if error is None:
+        assert text is None
+        expected.step()
+        for p, q in zip(params, others, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+            assert float(optimizer.state[p]["step"]) == 2
+        return
+    assert text or fused is None  # native kernels do not convert the number
+    text = text or "the step count must be one float32 number"
+    assert re.search(f"parameter 1 of group 0: .*{text}", error)
+    assert all(map(torch.equal, params, others))
+    for p, state in zip(params, before, strict=True):
+        for name in state.keys() - {"step"}:
+            assert torch.equal(optimizer.state[p][name], state[name])
