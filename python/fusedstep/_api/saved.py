@@ -254,7 +254,8 @@ def check_is_state(name: str, state: Any) -> None:
 def check_count_of_steps(name: str, count: Any, what: str = "step") -> None:
     """Raises if it does not say how many steps there were, or is no other number of a state."""
     is_tensor = isinstance(count, Tensor) and count.layout is torch.strided and not count.is_meta
-    if not (isinstance(count, (int, float)) or (is_tensor and count.numel() == 1)):
+    is_real = is_tensor and not count.is_complex() and count.dtype is not torch.bool
+    if not (isinstance(count, (int, float)) or (is_real and count.numel() == 1)):
         kinds = "an int, a float or a tensor of one element"
         raise ValueError(f"{what} of {name} must be {kinds}, not {_kind(count)}")
     if isinstance(count, FakeTensor):
@@ -278,6 +279,8 @@ def check_tensor(
     is_dense = isinstance(value, Tensor) and value.layout is torch.strided
     if not is_dense or (value.is_meta and not weight.is_meta):
         raise ValueError(f"{name} must be a dense tensor with values, not {_kind(value)}")
+    if value.is_complex() and not weight.is_complex():
+        raise ValueError(f"{name} is {value.dtype} but the weight is {weight.dtype}")
     if hasattr(value, "codes"):
         raise ValueError(
             f"{name} has the codes of another library; fusedstep.import_state_dict reads torchao's"
@@ -308,6 +311,8 @@ def _kind(value: Any) -> str:
         return f"a {torch.typename(value)}"
     if value.layout is not torch.strided:
         return f"a tensor of layout {value.layout}"
+    if value.is_complex() or value.dtype is torch.bool:
+        return f"a tensor of {value.dtype}"
     return f"a tensor of the shape {list(value.shape)} on {value.device}"
 
 

@@ -92,7 +92,12 @@ def test_a_loaded_number_stays_float32(case, fused):
 def test_what_is_no_number_is_refused(case):
     optimizer, _ = started(case)
     for name in names_of(case):
-        for wrong, text in ((torch.zeros(2), "of one element"), (-1.0, "finite and at least 0")):
+        for wrong, text in (
+            (torch.zeros(2), "of one element"),
+            (torch.tensor(1j), "of one element, not a tensor of torch.complex64"),
+            (torch.tensor(1 + 0j), "of one element, not a tensor of torch.complex64"),
+            (-1.0, "finite and at least 0"),
+        ):
             dictionary = copy.deepcopy(optimizer.state_dict())
             dictionary["state"][1][name] = wrong
             with pytest.raises(ValueError, match=f"{name} of parameter 1.* must be.*{text}"):
