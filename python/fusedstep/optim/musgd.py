@@ -316,7 +316,8 @@ class MuSGD(MuonSteps, SGD):
 
 def _kept_apart(grad: Tensor, weight: Tensor) -> Tensor:
     """The gradient, or a copy of one that is its own weight: it is read when that has moved."""
-    return grad.clone() if grad.is_set_to(weight) else grad
+    is_weight = not grad.is_meta and grad.is_set_to(weight)
+    return grad.clone() if is_weight else grad
 
 
 def _is_in_place(moving: Moving) -> bool:

@@ -526,3 +526,14 @@ def test_sparse_gradients():
         optim.MuSGD([weight], use_muon=True).step()
     optim.MuSGD([weight], lr=0.5).step()
     torch.testing.assert_close(weight.detach(), parameters([(12, 8)])[0].detach() - 0.5)
+
+
+@pytest.mark.parametrize("fused", [None, False])
+def test_weights_on_the_meta_device(fused):
+    """As AdamW's: there are states, of the shapes of the weights."""
+    weight = torch.nn.Parameter(torch.ones(4, 6, device="meta"))
+    optimizer = optim.MuSGD([{"params": [weight], "use_muon": True}], momentum=0.9, fused=fused)
+    for _ in range(2):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert optimizer.state[weight]["momentum_buffer"].shape == weight.shape
