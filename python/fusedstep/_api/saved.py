@@ -23,7 +23,8 @@ from fusedstep._api.unknown import (
     options_of,
 )
 from fusedstep._options.kinds import always_saved, make_plain
-from fusedstep._state.checks import name_of
+from fusedstep._sharding.dtensor import local
+from fusedstep._state.checks import is_whole, name_of
 from fusedstep._state.codes import (
     absmax_of,
     can_be_coded,
@@ -210,6 +211,8 @@ def check_state(
                     f"{key} of {name} has an absmax, but is in numbers: torch's class has made "
                     "them of codes, which fusedstep.import_state_dict reads"
                 )
+            if key in kinds and kinds[key].is_whole and not weight.is_meta:
+                _check_whole(f"{key} of {name}", state[key])
             if shape is None and key not in BESIDE.values():
                 _check_not_cast(f"{key} of {name}", state[key], weight)
         if key == LOW and state.get(key) is not None and state[key].dtype is not torch.int16:
@@ -291,6 +294,14 @@ def check_tensor(
         needs = "the weight has" if shape in (None, weight.shape) else "must have"
         shape = weight.shape if shape is None else shape
         raise ValueError(f"{name} has the shape {list(value.shape)}, but {needs} {list(shape)}")
+
+
+def _check_whole(name: str, value: Tensor) -> None:
+    """Raises for a state whose numbers are not whole."""
+    if not (isinstance(value, FakeTensor) or is_whole(local(value))):
+        raise ValueError(
+            f"{name} must have whole numbers of at least 0, not {local(value).tolist()}"
+        )
 
 
 def _check_not_cast(name: str, value: Tensor, weight: Tensor) -> None:

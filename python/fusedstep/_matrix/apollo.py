@@ -17,7 +17,7 @@ from fusedstep._matrix.low_rank_bases import (
     key_of,
     moves_late,
 )
-from fusedstep._matrix.low_rank_states import PLACE, bases, beside, place_of
+from fusedstep._matrix.low_rank_states import PLACE, bases, beside, place_of, whole_pair
 from fusedstep._matrix.products import as_matrix
 from fusedstep._matrix.projection import RIGHT, basis_shapes_of, check_one_of, sides_of
 from fusedstep._matrix.scratch import Scratch
@@ -44,7 +44,7 @@ _NORM = "scaled_grad"
 BESIDE_MOMENTS: States = {
     _NORM: beside(),
     **bases(when=lambda group: group["proj"] == "svd"),
-    PLACE: beside(2, needs=lambda group: group["proj"] == "random", start=place_of, is_later=True),
+    PLACE: whole_pair(place_of, needs=lambda group: group["proj"] == "random"),
 }
 
 

@@ -9,7 +9,15 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fusedstep._matrix.low_rank_bases import Projection, WideBases, key_of
-from fusedstep._matrix.low_rank_states import PLACE, TURN, bases, beside, place_of, turn_of
+from fusedstep._matrix.low_rank_states import (
+    PLACE,
+    TURN,
+    bases,
+    beside,
+    place_of,
+    turn_of,
+    whole_pair,
+)
 from fusedstep._matrix.products import add_back, add_back_all
 from fusedstep._matrix.projection import PROJ_TYPES, basis_shapes_of, check_one_of, sides_of
 from fusedstep._matrix.scratch import Scratch
@@ -32,9 +40,9 @@ _DOUBLINGS = "gap_doublings"
 #: The states that groups with a rank have beside their moments.
 BESIDE_MOMENTS: States = {
     **bases(),
-    _DOUBLINGS: beside(needs=lambda group: group["svd"] == "lazy"),
-    PLACE: beside(2, needs=lambda group: group["svd"] != "exact", start=place_of, is_later=True),
-    TURN: beside(2, needs="stagger", start=turn_of, is_later=True),
+    _DOUBLINGS: beside(needs=lambda group: group["svd"] == "lazy", is_whole=True),
+    PLACE: whole_pair(place_of, needs=lambda group: group["svd"] != "exact"),
+    TURN: whole_pair(turn_of, needs="stagger"),
 }
 
 #: A lazy refresh finds the basis at rest from this overlap on; the gap doubles at most so often.

@@ -30,7 +30,7 @@ from fusedstep._matrix.scratch import Scratch
 from fusedstep._options.kinds import check_ranges
 from fusedstep._sharding.dtensor import is_dtensor, local, spread_of
 from fusedstep._sharding.exchange import step_whole
-from fusedstep._state.checks import name_of, with_name
+from fusedstep._state.checks import is_whole, name_of, with_name
 from fusedstep._state.codes import absmax_of, is_codes
 from fusedstep._state.kinds import shapes_of
 from fusedstep._state.storage import BESIDE, way_of
@@ -202,6 +202,11 @@ class LowRankSteps(Owner):
                         f"{p.device}. The rank and the sides of a projection cannot be changed, "
                         "nor weights moved, while there are states: make a new optimizer, or load "
                         "a state dictionary that fits"
+                    )
+                if slot.record and slot.record.is_whole and not is_whole(local(found)):
+                    raise RuntimeError(
+                        f"tensor {place} of the list: the state {name} must have whole numbers of "
+                        f"at least 0, not {local(found).tolist()}"
                     )
 
     # The step

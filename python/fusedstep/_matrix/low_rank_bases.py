@@ -139,7 +139,8 @@ class Bases:
             state, offset = self.states[weight], 0
             if has_turns:
                 place, number = self._turn(weight)
-                offset = place * gap // number  # such refreshes come before the ends of gaps
+                # Such refreshes come before the ends of gaps. A user may have set the number to 0.
+                offset = place * gap // max(number, 1)
             count = count_of(state)
             found.append(
                 weight in waiting

@@ -88,6 +88,11 @@ def _copies(group: Group, weight: Tensor) -> tuple[Any, ...]:
     return copies_of(weight)
 
 
+def whole_pair(start: Callable[[list[Group], Group, Tensor], Sequence[int]], **of: Any) -> State:
+    """Returns the record of two whole numbers, which older dictionaries lack."""
+    return beside(2, start=start, is_whole=True, is_later=True, **of)
+
+
 def place_of(groups: list[Group], group: Group, weight: Tensor) -> Sequence[int]:
     """Returns the first values of the state ``place``."""
     (whole,) = whole_places_of(groups, group, [weight])

@@ -224,6 +224,11 @@ def check_number_of_state(index: int, name: str, number: Any, weight: Tensor) ->
         )
 
 
+def is_whole(numbers: Tensor) -> bool:
+    """Returns whether all are whole numbers of at least 0."""
+    return bool((numbers.isfinite() & (numbers >= 0) & (numbers == numbers.floor())).all())
+
+
 def check_counts(counts: Iterable[Tensor | None]) -> None:
     """Raises for a step count on the host that is none; fake tensors have no numbers."""
     if torch._C._len_torch_dispatch_stack():

@@ -32,6 +32,7 @@ class State:
         start: the value of each element before the first step, or the option that has this value,
             or the values of all elements by the groups of the optimizer, the group and the weight.
         is_number: whether the state is one number, beside the tensors of a weight.
+        is_whole: whether each element is a whole number of at least 0.
         is_signed: whether the state may be negative, where the native rule does not say so.
         takes_codes: whether ``state_dtype`` may ask for the state in codes.
         is_later: whether older dictionaries lack the state: it is made when they are loaded.
@@ -44,6 +45,7 @@ class State:
     placements: Callable[[Group, Tensor], tuple[Any, ...] | None] | None = None
     start: float | str | Callable[[list[Group], Group, Tensor], Sequence[float]] = 0.0
     is_number: bool = False
+    is_whole: bool = False
     is_signed: bool = False
     takes_codes: bool = True
     is_later: bool = False

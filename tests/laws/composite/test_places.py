@@ -252,3 +252,43 @@ def test_a_device_is_not_asked_for_the_turn_at_each_step(fused, monkeypatch):
         assert len(known) == len(SHAPES)
         step(optimizer, places, range(EDIT + 3, STEPS))
         assert all(optimizer._known.turns[weight] is turn for weight, turn in known.items())
+
+
+WRONG = {
+    "nan": torch.nan,
+    "infinite": torch.inf,
+    "negative": -1.0,
+    "a half": 0.5,
+}
+
+
+@FUSED
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize(
+    ("cls", "options", "state"),
+    [
+        (optim.APOLLOAdamW, {}, "place"),
+        (optim.GaLoreAdamW, {"svd": "randomized"}, "place"),
+        (optim.GaLoreAdamW, {"stagger": True}, "turn"),
+        (optim.GaLoreAdamW, {"svd": "lazy"}, "gap_doublings"),
+        (optim.GaLoreAdafactor, {"svd": "lazy"}, "place"),
+    ],
+    ids=str_of,
+)
+def test_numbers_that_are_not_whole_are_errors_that_name_the_state(
+    cls, options, state, wrong, fused
+):
+    optimizer = build(cls, options, fused)
+    step(optimizer, by_first_place(optimizer), range(1, 3))
+    weight, value = weights_of(optimizer)[2], WRONG[wrong]
+    dictionary, other = copy.deepcopy(optimizer.state_dict()), build(cls, options, fused)
+    dictionary["state"][2][state] = torch.full_like(dictionary["state"][2][state], value)
+    text = "must have whole numbers of at least 0"
+    with pytest.raises(ValueError, match=f"{state} of parameter 1 of group 1 {text}"):
+        other.load_state_dict(dictionary)
+    assert not other.state
+    optimizer.state[weight][state] = torch.full_like(optimizer.state[weight][state], value)
+    before = [p.detach().clone() for p in weights_of(optimizer)]
+    with pytest.raises(RuntimeError, match=f"parameter 1 of group 1: the state {state} {text}"):
+        step(optimizer, by_first_place(optimizer), [3])
+    assert all(map(torch.equal, weights_of(optimizer), before))
