@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from fusedstep._matrix.low_rank_bases import Bases, KnownBases, Projection, commit
 from fusedstep._matrix.low_rank_program import LowRankProgram, project_early
@@ -117,6 +118,8 @@ class LowRankSteps(Owner):
         self, group: dict[str, Any], weights: list[Tensor], grads: Sequence[Tensor] = ()
     ) -> bool:
         if has_rank(group):
+            if grads:
+                _check_values(weights)
             self._check_states(group, weights)  # before bases of other sides are made beside them
             self._takes_scratch(group, weights, grads)
         return super()._is_native(group, weights, grads)
@@ -307,6 +310,17 @@ class LowRankSteps(Owner):
             commit(self._fresh[weight], self._state[weight])
             state = self._fresh[weight] | state
         super()._step_on_numbers(group, weight, grad, state)
+
+
+def _check_values(weights: list[Tensor]) -> None:
+    """Raises for a weight without values: bases, and whether there are any, follow from these."""
+    for index, p in enumerate(weights):
+        if p.is_meta or isinstance(p, FakeTensor):
+            what = "on the meta device" if p.is_meta else "a FakeTensor"
+            raise RuntimeError(
+                f"tensor {index} of the list: the weight is {what}, and a step of a group with a "
+                "rank needs the values of gradients"
+            )
 
 
 def _kind(group: dict[str, Any], weights: list[Tensor]) -> tuple[Any, ...]:

@@ -1,5 +1,6 @@
 """Random and staggered bases belong to their weight, whatever its place in the groups becomes."""
 
+import contextlib
 import copy
 import functools
 import pickle
@@ -7,6 +8,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import fusedstep
@@ -292,3 +294,20 @@ def test_numbers_that_are_not_whole_are_errors_that_name_the_state(
     with pytest.raises(RuntimeError, match=f"parameter 1 of group 1: the state {state} {text}"):
         step(optimizer, by_first_place(optimizer), [3])
     assert all(map(torch.equal, weights_of(optimizer), before))
+
+
+@FUSED
+@pytest.mark.parametrize("cls", [optim.APOLLOAdamW, optim.GaLoreAdamW, optim.GaLoreAdafactor])
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_weights_without_values_are_an_error_of_the_step(kind, cls, fused):
+    """The optimizer is made all the same; groups without a rank step, as AdamW does."""
+    is_meta = kind == "meta"
+    device, text = ("meta", "on the meta device") if is_meta else ("cpu", "a FakeTensor")
+    with contextlib.nullcontext() if is_meta else FakeTensorMode():
+        weights = [torch.nn.Parameter(torch.ones(4, 6, device=device)) for _ in range(2)]
+        optimizer = cls([{"params": weights[:1]}, {"params": weights[1:], "rank": 2}], fused=fused)
+        weights[0].grad = torch.ones_like(weights[0])
+        optimizer.step()
+        weights[1].grad = torch.ones_like(weights[1])
+        with pytest.raises(RuntimeError, match=f"parameter 0 of group 1: the weight is {text}"):
+            optimizer.step()
