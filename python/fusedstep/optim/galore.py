@@ -90,8 +90,9 @@ class GaLoreAdamW(LowRankSteps, FusedOptimizer):
             error names the parameter.
         RuntimeError: if ``fused=True`` meets ``foreach``, weights that native kernels do not
             update, or a missing native library; at :meth:`step`, before anything is changed, for
-            sparse gradients, for NaN and infinite elements in gradients of a group with a rank, and
-            for shards there with a gradient in some processes only.
+            sparse gradients, for NaN and infinite elements in gradients of a group with a rank, for
+            weights there on the meta device, and for shards there with a gradient in some processes
+            only.
 
     Example::
 

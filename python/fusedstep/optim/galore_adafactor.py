@@ -87,7 +87,8 @@ class GaLoreAdafactor(LowRankSteps, Adafactor):
             DTensor or complex; the error names the parameter.
         RuntimeError: if ``fused=True`` meets ``foreach``, weights that native kernels do not
             update, or a missing native library; at :meth:`step`, before anything is changed, for
-            sparse gradients and for NaN and infinite elements in gradients of a group with a rank.
+            sparse gradients, for NaN and infinite elements in gradients of a group with a rank, and
+            for weights there on the meta device.
 
     Example::
 
