@@ -388,13 +388,13 @@ def numeric(options: Options, group: Mapping[str, Any]) -> str:
 def make_plain(options: Options, group: dict[str, Any], *, sequences: bool = True) -> None:
     """Makes numbers and tuples of others, whose types torch.load() or a checkpoint may not take.
 
-    ``sequences``: whether also tuples. Single numbers become plain before checks, which look for
-    Python's own; a sequence may have no order, as checks tell.
+    ``sequences``: whether also of sequences that may have no order, as checks tell. All others
+    become plain before checks, which look for Python's own numbers.
     """
     for name in options.keys() & group.keys():
-        if not sequences and isinstance(options[name], NumberTuple):
-            continue
         value = group[name]
+        if not sequences and isinstance(options[name], NumberTuple) and not _is_ordered(value):
+            continue
         plain = options[name].plain(value)
         if plain is not value:
             group[name] = plain
@@ -466,17 +466,20 @@ def check_pair(name: str, pair: Any) -> None:
 
 
 def is_pair(value: Any) -> bool:
-    """Returns whether a value has two parts in an order: of configurations there are own lists."""
-    if isinstance(value, (str, bytes, Mapping, Set, Tensor)):
-        return False
-    return (
-        hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__") and len(value) == 2
-    )
+    """Returns whether a value has two parts in an order."""
+    return _is_ordered(value) and not isinstance(value, Tensor) and len(value) == 2
 
 
 def as_number(option: float | Tensor) -> float | Tensor:
     """A one-element tensor without dimensions, which would go over to the weight."""
     return option.squeeze() if isinstance(option, Tensor) else option
+
+
+def _is_ordered(value: Any) -> bool:
+    """Returns whether a value may have parts in an order, as lists of configurations have."""
+    kind = type(value)
+    is_other = isinstance(value, (str, bytes, Mapping, Set))
+    return not is_other and hasattr(kind, "__getitem__") and hasattr(kind, "__len__")
 
 
 def _is_one_number(value: Any) -> bool:

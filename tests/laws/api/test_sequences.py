@@ -27,6 +27,8 @@ OPTIONS = [
     (optim.AdamW, "betas", [0.5, 0.75]),
     (optim.Adan, "betas", [0.5, 0.75, 0.875]),
     (optim.Muon, "ns_coefficients", [3.5, -4.75, 2.0]),
+    (optim.Muon, "split_sizes", [1, 3]),
+    (optim.MuSGD, "split_sizes", [1, 3]),
 ]
 
 
@@ -132,8 +134,27 @@ def test_tensors_that_torch_takes_stay():
     assert group["weight_decay"] is decay
 
 
+def as_tensor(numbers):
+    first = numbers[0]
+    return (
+        torch.stack(list(numbers))
+        if torch.is_tensor(first)
+        else torch.tensor(numbers, dtype=KINDS[type(first)])
+    )
+
+
+#: Sequences of numbers, by what they are made of.
+SEQUENCES = {
+    "a list": UserList,
+    "an array": numpy.array,
+    "a tensor": as_tensor,
+    "tensors": lambda numbers: tuple(as_tensor(numbers)),
+    "numbers of numpy": lambda numbers: tuple(numpy.array(numbers)),
+}
+
+
 @pytest.mark.parametrize("in_group", [False, True], ids=["of all", "of a group"])
-@pytest.mark.parametrize("sequence", [UserList, numpy.array], ids=["a list", "an array"])
+@pytest.mark.parametrize("sequence", SEQUENCES.values(), ids=SEQUENCES)
 @pytest.mark.parametrize(("cls", "name", "numbers"), OPTIONS, ids=str)
 def test_any_sequence_of_numbers(cls, name, numbers, sequence, in_group):
     weight = torch.nn.Parameter(torch.ones(4, 4))
@@ -147,7 +168,9 @@ def test_any_sequence_of_numbers(cls, name, numbers, sequence, in_group):
     assert loaded["param_groups"][0][name] == tuple(numbers)
 
 
-@pytest.mark.parametrize("sequence", [UserList, numpy.array], ids=["a list", "an array"])
+@pytest.mark.parametrize(
+    "sequence", [UserList, numpy.array, as_tensor], ids=["a list", "an array", "a tensor"]
+)
 def test_sequences_in_a_sequence(sequence):
     steps = [[3.5, -4.75, 2.0], [3.0, -4.0, 2.0]]
     given = sequence([sequence(step) for step in steps])
