@@ -35,4 +35,4 @@ FUSEDSTEP_API void force_isa(const std::string& name);
 // it, which also keeps the linker from dropping a library that is otherwise reached through torch's
 // dispatcher only.
 extern "C" FUSEDSTEP_API int fusedstep_abi_version();
-#define FUSEDSTEP_ABI_VERSION 9
+#define FUSEDSTEP_ABI_VERSION 10

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "fusedstep/drop_plan.h"
@@ -38,11 +39,12 @@ class Op {
   c10::OperatorHandle handle_;
 };
 
-// Zeroed states of the weights, slot-major, in the weights' layouts. `wide`: float32 where a weight has 16
-// bits.
-inline Tensors new_states(const Tensors& weights, size_t slots, bool wide) {
+// Zeroed states of the weights, slot-major, then the absmax of each that is in codes. The storage of a slot
+// is "weight" for numbers of the weight's dtype, "float32", "int16" for the lower bits of weights, or "int8",
+// "int4" or "fp8" for codes: after "unsigned " if the states are never negative.
+inline Tensors new_states(const Tensors& weights, const std::vector<std::string>& storage) {
   static const Op op("fusedstep::new_states");
-  return op({weights, static_cast<int64_t>(slots), wide})[0].toTensorVector();
+  return op({weights, storage})[0].toTensorVector();
 }
 
 // The random numbers by which a step rounds weights follow from these.

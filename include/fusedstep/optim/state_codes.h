@@ -87,12 +87,4 @@ inline void fill_codes(const torch::Tensor& codes, const torch::Tensor& absmax, 
   absmax.fill_(largest[0].item());
 }
 
-// Codes of zero for each slot and weight, then the absmax of each.
-inline Tensors new_codes(const Tensors& weights, std::string_view kind, const std::vector<bool>& is_signed) {
-  static const Op op("fusedstep::new_codes");
-  c10::List<bool> signs;
-  for (const bool each : is_signed) signs.push_back(each);
-  return op({weights, std::string(kind), signs})[0].toTensorVector();
-}
-
 }  // namespace fusedstep::optim::detail

@@ -11,7 +11,6 @@
 #include <memory>
 #include <string>
 #include <string_view>
-#include <tuple>
 #include <typeinfo>
 #include <utility>
 #include <vector>
@@ -65,9 +64,9 @@ class StateMaker {
       made.push_back(found != nullptr ? State(*found) : State());
     }
     if (some.empty()) return;
-    std::map<Form, std::vector<size_t>> alike;
-    for (size_t i = 0; i < some.size(); ++i) alike[form_of(some[i], made[i])].push_back(i);
-    for (const auto& [form, places] : alike) complete(form, places, some, made);
+    std::map<std::vector<std::string>, std::vector<size_t>> alike;
+    for (size_t i = 0; i < some.size(); ++i) alike[storage_of_slots(some[i], made[i])].push_back(i);
+    for (const auto& [storage, places] : alike) complete(storage, places, some, made);
     for (size_t i = 0; i < some.size(); ++i) {
       if (find(some[i]) == nullptr) {
         states_.emplace(some[i].unsafeGetTensorImpl(), std::make_unique<State>(std::move(made[i])));
@@ -94,16 +93,13 @@ class StateMaker {
         state.absmax(k, std::move(absmax));
       } else {
         const bool is_wide = way_of(storage_, weight) != Way::kNone || !storage_.state_dtype.empty();
-        state.slot(k, new_states({weight}, 1, is_wide)[0].copy_(values));
+        state.slot(k, new_states({weight}, {storage_of_numbers(weight, is_wide)})[0].copy_(values));
         state.absmax(k, torch::Tensor());
       }
     }
   }
 
  private:
-  // Weights of one form get their states together: whether these are wide, in which codes, and the way.
-  using Form = std::tuple<bool, std::string_view, Way>;
-
   State* find(const torch::Tensor& weight) {
     const auto found = states_.find(weight.unsafeGetTensorImpl());
     return found == states_.end() ? nullptr : static_cast<State*>(found->second.get());
@@ -124,41 +120,45 @@ class StateMaker {
     return std::ranges::none_of(kWaysBeside, [&](Way each) { return is_left_over(each, way, state); });
   }
 
-  // The states' own form, where there are any, and else what the options ask for.
-  Form form_of(const torch::Tensor& weight, const State& state) const {
-    const Way way = way_of(storage_, weight);
-    const torch::Tensor first = slots_.empty() ? torch::Tensor() : state.slot(slots_[0]);
-    const std::string_view asked = slots_.empty() ? std::string_view() : asked_kind(storage_, weight);
-    const std::string_view kind = first.defined() ? kind_of(first, weight) : asked;
-    const auto one = std::ranges::find_if(slots_, [&](size_t k) { return state.slot(k).defined(); });
-    const bool is_wide = one == slots_.end() ? !storage_.state_dtype.empty() : !has_16_bits(state.slot(*one));
-    return {way != Way::kNone || is_wide, kind, way};
+  static std::string storage_of_numbers(const torch::Tensor& weight, bool is_wide) {
+    return is_wide && has_16_bits(weight) ? "float32" : "weight";
   }
 
-  // Completes the states of those weights that are at these places, which have one form.
-  void complete(const Form& form, const std::vector<size_t>& places, const Tensors& all,
-                std::vector<State>& states) const {
-    const auto [is_wide, kind, way] = form;
+  // How new_states() stores the slots of a weight and what it keeps beside it: as those states that there
+  // are, and else as the options ask.
+  std::vector<std::string> storage_of_slots(const torch::Tensor& weight, const State& state) const {
+    const Way way = way_of(storage_, weight);
+    const auto one = std::ranges::find_if(slots_, [&](size_t k) { return state.slot(k).defined(); });
+    const bool is_new = one == slots_.end();
+    const bool is_wide = is_new ? !storage_.state_dtype.empty() : !has_16_bits(state.slot(*one));
+    const std::string numbers = storage_of_numbers(weight, is_wide || way != Way::kNone);
+    const std::string codes(is_new ? asked_kind(storage_, weight) : kind_of(state.slot(*one), weight));
+    std::vector<std::string> storage;
+    for (const size_t k : slots_) {
+      storage.push_back(codes.empty() ? numbers : State::is_signed(k) ? codes : "unsigned " + codes);
+    }
+    if (has_beside(way)) storage.emplace_back(kBesideStorage[static_cast<size_t>(way)]);
+    return storage;
+  }
+
+  // Completes the states of those weights that are at these places, whose slots are stored alike.
+  void complete(const std::vector<std::string>& storage, const std::vector<size_t>& places,
+                const Tensors& all, std::vector<State>& states) const {
     Tensors weights;
     for (const size_t i : places) weights.push_back(all[i]);
     const size_t count = weights.size(), slots = slots_.size();
-    const bool has_master = way == Way::kFloat32, has_narrow = has_beside(way) && !has_master;
-    const Tensors numbers = new_states(weights, (kind.empty() ? slots : 0) + has_master, is_wide);
-    std::vector<bool> is_signed;
-    for (const size_t k : slots_) is_signed.push_back(State::is_signed(k));
-    const Tensors codes = kind.empty() ? Tensors() : new_codes(weights, kind, is_signed);
-    const Tensors narrow = has_narrow ? new_states(weights, 1, /*wide=*/false) : Tensors();
+    const Tensors made = new_states(weights, storage);
     for (size_t i = 0; i < count; ++i) {
       State& state = states[places[i]];
+      const Way way = way_of(storage_, weights[i]);
       complete_numbers(state);
       for (size_t s = 0; s < slots; ++s) {
-        const torch::Tensor& tensor = (kind.empty() ? numbers : codes)[s * count + i];
-        complete_slot(slots_[s], weights[i], tensor, kind.empty() ? tensor : codes[(slots + s) * count + i],
-                      way, state);
+        const torch::Tensor& tensor = made[s * count + i];
+        const size_t absmax = (storage.size() + s) * count + i;
+        complete_slot(slots_[s], weights[i], tensor, is_codes(tensor) ? made[absmax] : tensor, way, state);
       }
       if (has_beside(way) && !state.beside(way).defined()) {
-        const torch::Tensor& tensor = has_master ? numbers[numbers.size() - count + i] : narrow[i];
-        state.beside(way, way == Way::kSplit ? tensor.view(torch::kInt16) : tensor);
+        state.beside(way, made[slots * count + i]);
         start_beside(way, weights[i], state);
       }
       for (const Way each : kWaysBeside) {

@@ -19,6 +19,8 @@ namespace fusedstep::optim::detail {
 //   stochastic   nothing is beside the weight: it is rounded at random. bfloat16 only
 enum class Way : uint8_t { kFloat32, kSplit, kKahan, kStochastic, kNone };
 inline constexpr std::array kBeside{"master_param", "low_param", "compensation"};
+// Their storage, as new_states() takes it.
+inline constexpr std::array kBesideStorage{"float32", "int16", "weight"};
 
 inline bool has_beside(Way way) { return static_cast<size_t>(way) < kBeside.size(); }
 

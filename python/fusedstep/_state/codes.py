@@ -32,6 +32,12 @@ from fusedstep._sharding.units import part_of_units, shape_of_units, sizes_in_un
 #: Elements that share an absolute maximum.
 BLOCKS = {"int8": 256, "int4": 128, "fp8": 256}
 
+#: The dtypes of numbers that need not be of the weight's: lower bits of a weight are int16.
+NUMBERS = {"float32": torch.float32, "int16": torch.int16}
+
+#: What is in front of the kind of codes of a state that is never negative.
+UNSIGNED = "unsigned "
+
 #: A whole weight of fewer elements has float32 states, as in bitsandbytes.
 LEAST_ELEMENTS = 4096
 
@@ -189,19 +195,28 @@ def encode(numbers: Tensor, kind: str, signed: bool, step: int = 0) -> tuple[Ten
     return codes.to(part.device), absmax.to(part.device)
 
 
-def new_codes(weights: list[Tensor], kind: str, signed: list[bool]) -> list[Tensor]:
-    """The same as the operator of this name, in torch operations, on any device."""
-    codes, absmax = [], []
+def new_states(weights: list[Tensor], storage: list[str]) -> list[Tensor]:
+    """The same as the operator of this name, in torch operations, on any device.
+
+    Returns zeroed states of the weights slot by slot, then the absmax of each that is in codes.
+    ``storage``: of each slot ``"weight"`` for numbers of the weight's dtype, a key of ``NUMBERS``,
+    or a kind of codes, after ``UNSIGNED`` if the states are never negative.
+    """
+    states, absmax = [], []
     two = torch.zeros(2, dtype=torch.float32, device="cpu")
-    for is_signed in signed:
-        zeros = encode(two, kind, is_signed)[0].view(torch.uint8)
+    for each in storage:
+        kind = each.removeprefix(UNSIGNED)
+        if kind not in BLOCKS:
+            states += [torch.zeros_like(weight, dtype=NUMBERS.get(kind)) for weight in weights]
+            continue
+        zeros = encode(two, kind, kind == each)[0].view(torch.uint8)
         for weight in weights:
             shape = sizes_in_units(weight.shape, 2) if kind == "int4" else weight.shape
             made = torch.full(shape, int(zeros[0]), dtype=torch.uint8, device=weight.device)
-            codes.append(made.view(torch.float8_e4m3fn) if kind == "fp8" else made)
+            states.append(made.view(torch.float8_e4m3fn) if kind == "fp8" else made)
             blocks = sizes_in_units(weight.shape, BLOCKS[kind])
             absmax.append(torch.zeros(blocks, dtype=torch.float32, device=weight.device))
-    return codes + absmax
+    return states + absmax
 
 
 def pack(codes: Tensor) -> Tensor:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
-from itertools import cycle, groupby
-from operator import itemgetter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,18 +12,15 @@ from torch import Tensor
 from fusedstep._options.shared import own_option
 from fusedstep._sharding import dtensor
 from fusedstep._state import codes as _codes
-from fusedstep._state.codes import absmax_of, is_codes
+from fusedstep._state.codes import UNSIGNED, absmax_of, is_codes
 from fusedstep._state.forked import in_pieces
 from fusedstep._state.kinds import Group, State, States, shapes_of
-from fusedstep._state.storage import BESIDE, LOW, MASTER, has_master, way_of
+from fusedstep._state.storage import BESIDE, BESIDE_STORAGE, has_master, way_of
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 #: A tensor for a state, or for the absmax of its codes: its slot, its name and itself.
 New = tuple["Slot", str, Tensor]
-
-#: The kind of a state's codes, and whether its numbers are wide.
-_Form = tuple[str | None, bool]
 
 
 class Slot(NamedTuple):
@@ -33,8 +28,8 @@ class Slot(NamedTuple):
 
     name: str
     weight: Tensor
-    is_wide: bool = False
-    """Whether numbers are float32 beside a weight of 16 bits."""
+    storage: str = "weight"
+    """That of numbers: ``"weight"`` or a key of ``codes.NUMBERS``."""
     record: State | None = None
     """None for a state that is of the weight's value."""
     own_shape: torch.Size | None = None
@@ -52,7 +47,7 @@ class Slot(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of numbers."""
-        return torch.float32 if self.is_wide and self.weight.itemsize == 2 else self.weight.dtype
+        return _codes.NUMBERS.get(self.storage, self.weight.dtype)
 
     @property
     def like(self) -> Tensor:
@@ -72,6 +67,11 @@ class Slot(NamedTuple):
         if self.name not in state:
             return self.codes
         return _codes.kind_of(state[self.name], self.like) if is_codes(state[self.name]) else None
+
+    def storage_in(self, state: dict[str, Any]) -> str:
+        """The storage of a state in the slot, or of the one to come, as new_states() takes it."""
+        kind = self.kind_in(state) if self.record else None
+        return self.storage if kind is None else kind if self.is_signed else UNSIGNED + kind
 
     def fits(self, state: dict[str, Any]) -> bool:
         """Returns whether what a state has in the slot is of the slot's shape."""
@@ -134,7 +134,8 @@ class Slots:
 
     def of(self, weight: Tensor, state: dict[str, Any]) -> list[Slot]:
         """The slots of a weight, in the same order; the dtype of numbers in its state stays."""
-        is_wide, signed, slots = self.has_wide(weight, state), self._signed, []
+        storage = "float32" if self.has_wide(weight, state) else "weight"
+        signed, slots = self._signed, []
         for name, shape in self.shapes(weight).items():
             record, placements, kind = self._states[name], None, None
             is_spread = shape is not None and dtensor.is_dtensor(weight)
@@ -143,10 +144,10 @@ class Slots:
             if self._may_be_coded and record.takes_codes and not is_spread:
                 kind = _codes.asked_kind(self._group, _codes.of_shape(weight, shape))
             own = shape, placements, kind, name in signed
-            slots.append(Slot(name, weight, is_wide, record, *own))
+            slots.append(Slot(name, weight, storage, record, *own))
         way = way_of(self._group, weight)
         if way in BESIDE:
-            slots.append(Slot(BESIDE[way], weight, BESIDE[way] == MASTER))
+            slots.append(Slot(BESIDE[way], weight, BESIDE_STORAGE[way]))
         return slots
 
     def named(self, weight: Tensor, state: dict[str, Any], name: str) -> Slot:
@@ -170,29 +171,24 @@ class Slots:
 def zeros(weights: Sequence[tuple[list[Slot], dict[str, Any]]], native: bool) -> Iterable[New]:
     """Makes a zeroed tensor for each slot of weights, and for the absmax of codes.
 
-    ``weights``: the slots of each, and its state. Slots that are alike in several weights are made
-    together.
+    ``weights``: the slots of each, and its state. Weights whose slots are stored alike get their
+    tensors together.
     """
-    alike: dict[tuple[Any, ...], list[list[Slot]]] = {}
+    alike: dict[tuple[str, ...], list[list[Slot]]] = {}
     for slots, state in weights:
-        kinds = [slot.kind_in(state) if slot.record else None for slot in slots]
-        rest: list[tuple[str, _Form]] = []
-        for slot, kind in zip(slots, kinds, strict=True):
+        rest = []
+        for slot in slots:
             if slot.own_shape is None:
-                rest.append((slot.name, (kind, slot.is_wide)))
-            elif kind is not None:
-                yield from _zero_codes([[slot]], kind, False)
+                rest.append(slot)
+            elif slot.kind_in(state) is not None:
+                yield from _zeros_alike([[slot]], [slot.storage_in(state)], _codes.new_states)
             else:
                 yield slot, slot.name, _own_zeros(slot)
-        alike.setdefault(tuple(rest), []).append([s for s in slots if s.own_shape is None])
-    for named, found in alike.items():
-        columns = zip([form for _, form in named], zip(*found, strict=True), strict=True)
-        for (kind, is_wide), some in groupby(columns, itemgetter(0)):
-            made = [list(column) for _, column in some]
-            if kind is not None:
-                yield from _zero_codes(made, kind, native)
-            else:
-                yield from _zero_numbers(made, is_wide, native)
+        if rest:
+            alike.setdefault(tuple(slot.storage_in(state) for slot in rest), []).append(rest)
+    new_states = torch.ops.fusedstep.new_states if native else _codes.new_states
+    for storages, found in alike.items():
+        yield from _zeros_alike(found, list(storages), new_states)
 
 
 def _own_zeros(slot: Slot) -> Tensor:
@@ -202,30 +198,15 @@ def _own_zeros(slot: Slot) -> Tensor:
     return dtensor.spread_as(weight, tensor, shape, spread) if spread else tensor
 
 
-def _zero_numbers(columns: list[list[Slot]], is_wide: bool, native: bool) -> Iterable[New]:
-    """``columns``: the slots of one name, of each weight."""
-    weights = [slot.weight for slot in columns[0]]
-    if native:
-        shards = list(map(dtensor.local, weights))
-        tensors = torch.ops.fusedstep.new_states(shards, len(columns), is_wide)
-        tensors = map(dtensor.spread_like, cycle(weights), tensors)
-    else:
-        dtype = torch.float32 if is_wide else None
-        tensors = [torch.zeros_like(p, dtype=dtype) for _ in columns for p in weights]
-    slots = [slot for column in columns for slot in column]
-    for slot, tensor in zip(slots, tensors, strict=True):
-        if slot.name == LOW:  # the memory of a 16-bit tensor
-            low = dtensor.local(tensor).view(torch.int16)
-            tensor = dtensor.spread_like(slot.weight, low)
-        yield slot, slot.name, tensor
-
-
-def _zero_codes(columns: list[list[Slot]], kind: str, native: bool) -> Iterable[New]:
-    likes = [dtensor.local(slot.like) for slot in columns[0]]
-    new = torch.ops.fusedstep.new_codes if native else _codes.new_codes
-    made = new(likes, kind, [column[0].is_signed for column in columns])
-    slots = [slot for column in columns for slot in column]
-    for slot, tensor in zip(slots, made, strict=False):
+def _zeros_alike(
+    weights: list[list[Slot]], storages: list[str], new_states: Callable[..., list[Tensor]]
+) -> Iterable[New]:
+    """``weights``: the slots of each, which have these storages."""
+    made = new_states([dtensor.local(slots[0].like) for slots in weights], storages)
+    kinds = [storage.removeprefix(_codes.UNSIGNED) for storage in storages]
+    new = [(slots[k], kind) for k, kind in enumerate(kinds) for slots in weights]
+    for (slot, kind), tensor in zip(new, made, strict=False):
         yield slot, slot.name, _codes.spread_codes(slot.like, tensor, kind)
-    for slot, tensor in zip(slots, made[len(slots) :], strict=True):
+    coded = [(slot, kind) for slot, kind in new if kind in _codes.BLOCKS]
+    for (slot, kind), tensor in zip(coded, made[len(new) :], strict=True):
         yield slot, absmax_of(slot.name), _codes.spread_absmax(slot.like, tensor, kind)

@@ -33,6 +33,9 @@ LOW = "low_param"
 #: The states beside a weight, by way.
 BESIDE = {"float32": MASTER, "split": LOW, "kahan": "compensation"}
 
+#: Their storage, by way: as for ``codes.new_states``.
+BESIDE_STORAGE = {"float32": "float32", "split": "int16", "kahan": "weight"}
+
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 #: Options that ask for a way.

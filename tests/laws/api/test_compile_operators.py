@@ -71,7 +71,7 @@ def test_operators_for_plans_are_as_declared():
     _, (weights, grads, states, steps, *_) = list_arguments(WITH_BETAS)
     plan = torch.ops.fusedstep.plan_new(weights, states, steps)
     for name, arguments in {
-        "new_states": (weights, 2, True),
+        "new_states": (weights, ["float32", "unsigned int8"]),
         "plan_new": (weights, states, steps),
         "plan_bind": (plan, weights, grads),
     }.items():

@@ -388,7 +388,7 @@ class TestOperators:
     @staticmethod
     def subjects():
         weight, grad = torch.ones(4, 5), torch.ones(4, 5)
-        states = torch.ops.fusedstep.new_states([weight], 1)
+        states = torch.ops.fusedstep.new_states([weight], ["weight"])
         steps = [torch.zeros(())]
         return weight, grad, states, steps
 

@@ -78,7 +78,7 @@ def sparse():
 @pytest.mark.parametrize("gradient", [wrong_shape, wrong_dtype, wrong_device, sparse])
 def test_errors_are_the_same(gradient, monkeypatch):
     weight = torch.ones(4, 5)
-    states = torch.ops.fusedstep.new_states([weight], 1)
+    states = torch.ops.fusedstep.new_states([weight], ["weight"])
     plan = torch.ops.fusedstep.plan_new([weight], states, [torch.zeros(())])
     texts = []
     for bind in (ops.bind.plan_bind, torch.ops.fusedstep.plan_bind):
@@ -102,7 +102,7 @@ def test_other_arguments_are_refused(arguments):
 @needs_binding
 def test_what_is_no_tensor_is_left_to_the_operator():
     weight = torch.ones(4)
-    states = torch.ops.fusedstep.new_states([weight], 1)
+    states = torch.ops.fusedstep.new_states([weight], ["weight"])
     plan = torch.ops.fusedstep.plan_new([weight], states, [torch.zeros(())])
     assert ops.bind.plan_bind(plan, [1.0], [2.0]) is False
     assert ops.bind.plan_bind(plan, [weight], [torch.ones(4)]) is True

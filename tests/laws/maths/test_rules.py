@@ -92,7 +92,7 @@ def test_a_number_of_no_rule_is_named(index):
 #: step, where torch 2.11 would leak memory for each text.
 WITH_TEXTS = {
     *("rule_index", "rule_options", "rule_defaults", "rule_states", "rule_signed_states"),
-    *("storage_index", "new_codes", "force_isa"),
+    *("storage_index", "new_states", "force_isa"),
 }
 
 
