@@ -12,13 +12,15 @@ namespace fusedstep::cpu::FUSEDSTEP_ISA {
 namespace {
 
 void pack(const Packing& packing, const Square& square) {
-  for (int64_t i = square.i; i < square.i + square.rows; ++i) {
-    for (int64_t j = square.j; j < square.j + square.columns; ++j) {
-      Block block;
-      load_block(packing.from, square.matrix, i, j, block);
-      write_forms(block, packing.to, packing.rows, packing.columns, square.matrix, i, j);
-    }
-  }
+  const PlainMatrices& from = packing.from;
+  const auto fetch = [&](int64_t i, int64_t j) __attribute__((always_inline)) {
+    prefetch_block(block_of(from, square.matrix, i, j), from.columns, extent_of(from, i, j).rows);
+  };
+  pack_ahead(square, fetch, [&](int64_t i, int64_t j) {
+    Block block;
+    load_block(from, square.matrix, i, j, block);
+    write_forms(block, packing.to, packing.rows, packing.columns, square.matrix, i, j);
+  });
 }
 
 // Rounds the sums of the block (i, j), and writes it wherever it is asked for.

@@ -31,12 +31,28 @@ inline BFloat16Bits* block_of(const PlainMatrices& matrices, int64_t matrix, int
   return matrices.data + (matrix * matrices.rows + i * kBlockSide) * matrices.columns + j * kBlockSide;
 }
 
+// A block is fetched from memory so many blocks before it is packed.
+inline constexpr int64_t kBlocksAhead = 4;
+
 // Fetches a block of a matrix by rows into the second-level cache: the hardware's prefetchers do not follow
 // so many short rows. GCC removes calls of a function that does nothing else, so that it is inlined first.
-__attribute__((always_inline)) inline void prefetch_block(const float* from, int64_t stride, int64_t rows) {
+template <class T>
+__attribute__((always_inline)) inline void prefetch_block(const T* from, int64_t stride, int64_t rows) {
+  constexpr int64_t kLine = 64 / sizeof(T);
   for (int64_t r = 0; r < rows; ++r, from += stride) {
-    __builtin_prefetch(from, 0, 2);
-    __builtin_prefetch(from + kTileSide, 0, 2);
+    for (int64_t at = 0; at < kBlockSide; at += kLine) __builtin_prefetch(from + at, 0, 2);
+  }
+}
+
+// Calls fetch(i, j) and, some blocks later, pack(i, j) for each block of a square. As prefetch_block, `fetch`
+// has to be inlined first.
+template <class Fetch, class Pack>
+inline void pack_ahead(const Square& square, Fetch fetch, Pack pack) {
+  const int64_t count = square.rows * square.columns;
+  for (int64_t block = -kBlocksAhead; block < count; ++block) {
+    const int64_t ahead = block + kBlocksAhead;
+    if (ahead < count) fetch(square.i + ahead / square.columns, square.j + ahead % square.columns);
+    if (block >= 0) pack(square.i + block / square.columns, square.j + block % square.columns);
   }
 }
 

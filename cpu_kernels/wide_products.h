@@ -10,35 +10,29 @@
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
-// A block is fetched from memory so many blocks before it is packed.
-inline constexpr int64_t kBlocksAhead = 4;
-
 inline void pack_wide(const WidePacking& packing, const Square& square) {
   const WideMatrix& from = packing.from;
   BFloat16Bits* PackedForms::*const plain = packing.is_left ? &PackedForms::left : &PackedForms::right;
   BFloat16Bits* PackedForms::*const transposed =
       packing.is_left ? &PackedForms::transposed_left : &PackedForms::transposed_right;
   BFloat16Bits* PackedForms::*const form = from.is_transposed ? transposed : plain;
-  const int64_t count = square.rows * square.columns;
-  for (int64_t block = -kBlocksAhead; block < count; ++block) {
-    if (const int64_t ahead = block + kBlocksAhead; ahead < count) {
-      const int64_t row = (square.i + ahead / square.columns) * kBlockSide;
-      const int64_t column = (square.j + ahead % square.columns) * kBlockSide;
-      prefetch_block(from.data + row * from.stride + column, from.stride,
-                     std::min(from.rows - row, kBlockSide));
-    }
-    if (block < 0) continue;
-    const int64_t i = square.i + block / square.columns, j = square.j + block % square.columns;
-    const int64_t row = i * kBlockSide, column = j * kBlockSide;
-    const Extent has{std::min(from.rows - row, kBlockSide), std::min(from.columns - column, kBlockSide)};
+  const auto at = [&](int64_t i, int64_t j) {
+    return from.data + i * kBlockSide * from.stride + j * kBlockSide;
+  };
+  const auto fetch = [&](int64_t i, int64_t j) __attribute__((always_inline)) {
+    prefetch_block(at(i, j), from.stride, std::min(from.rows - i * kBlockSide, kBlockSide));
+  };
+  pack_ahead(square, fetch, [&](int64_t i, int64_t j) {
+    const Extent has{std::min(from.rows - i * kBlockSide, kBlockSide),
+                     std::min(from.columns - j * kBlockSide, kBlockSide)};
     Block found[2];
-    load_parts(from.data + row * from.stride + column, from.stride, has, found[0], found[1]);
+    load_parts(at(i, j), from.stride, has, found[0], found[1]);
     for (int part = 0; part < packing.parts; ++part) {
       PackedForms forms;
       forms.*form = packing.to + part * packing.rows * packing.columns * kBlockNumbers;
       write_forms(found[part], forms, packing.rows, packing.columns, 0, i, j);
     }
-  }
+  });
 }
 
 // A packed operand with `blocks` blocks along a side of the result, and `depth` blocks that sums run over.
