@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -109,11 +110,12 @@ class FactoredProgram(Program):
     def _new_parts(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> _Parts:
-        are_native = why_not_native(weights, grads) is None
+        are_native, times = why_not_native(weights, grads) is None, Counter(map(id, weights))
         together: dict[tuple[float, float, bool], list[int]] = {}
         alone = []
         for place, (weight, grad) in enumerate(zip(weights, grads, strict=True)):
-            is_native = are_native or why_not_native([weight], [grad]) is None
+            is_once = times[id(weight)] == 1  # else steps of the weight follow one another
+            is_native = are_native or (is_once and why_not_native([weight], [grad]) is None)
             if is_native and local(weight).numel() > 0:
                 step = self.optimizer._state[weight]["step"].item()
                 key = step, first_eps(group, weight), weight.dtype is torch.float64

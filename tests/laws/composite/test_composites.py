@@ -660,3 +660,22 @@ def test_a_wrong_count_is_an_error_that_names_its_weight_or_is_taken_as_a_number
     for p, state in zip(params, before, strict=True):
         for name in state.keys() - {"step"}:
             assert torch.equal(optimizer.state[p][name], state[name])
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@EACH
+def test_a_weight_that_is_twice_in_a_group_takes_two_steps(row):
+    """As with torch's classes, which warn of the group."""
+    found = []
+    for fused in (None, False):
+        twice, once = (torch.nn.Parameter(values_of(i)) for i in range(2))
+        optimizer = row.build([twice, once, twice], fused=fused)
+        for number in range(3):
+            for p in (twice, once):
+                p.grad = row.grad(values_of(number))
+            optimizer.step()
+        if row.counts:
+            assert [float(optimizer.state[p]["step"]) for p in (twice, once)] == [6, 3]
+        found.append((twice.detach(), once.detach()))
+    for p, q in zip(*found, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
