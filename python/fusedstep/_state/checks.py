@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.nn import Parameter
 from torch.optim.optimizer import _get_capturable_supported_devices
 
@@ -231,10 +232,10 @@ def is_whole(numbers: Tensor) -> bool:
 
 def check_counts(counts: Iterable[Tensor | None]) -> None:
     """Raises for a step count on the host that is none; fake tensors have no numbers."""
-    if torch._C._len_torch_dispatch_stack():
-        return
     for index, count in enumerate(counts):
-        if count is not None and count.is_cpu and not count.item() >= 0:
+        if count is None or isinstance(count, FakeTensor) or not count.is_cpu:
+            continue
+        if not count.item() >= 0:
             raise RuntimeError(
                 f"tensor {index} of the list: the step count must be at least 0, not "
                 f"{count.item():f}"

@@ -662,6 +662,19 @@ def test_a_wrong_count_is_an_error_that_names_its_weight_or_is_taken_as_a_number
             assert torch.equal(optimizer.state[p][name], state[name])
 
 
+@pytest.mark.parametrize("row", [row for row in (*ROWS, *WITH_COUNTS) if row.counts], ids=str)
+def test_a_negative_count_is_an_error_under_a_dispatch_mode_too(row):
+    (param,) = params = [torch.nn.Parameter(values_of(0))]
+    optimizer = row.build(params, fused=False)
+    param.grad = row.grad(values_of(1)) if row in ROWS else values_of(1)
+    optimizer.step()
+    optimizer.state[param]["step"] = torch.tensor(-3.0)
+    before = param.detach().clone()
+    with Mode(), pytest.raises(RuntimeError, match="step count must be at least 0"):
+        optimizer.step()
+    assert torch.equal(param, before)
+
+
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 @EACH
 def test_a_weight_that_is_twice_in_a_group_takes_two_steps(row):
