@@ -118,11 +118,12 @@ class LowRankSteps(Owner):
         self, group: dict[str, Any], weights: list[Tensor], grads: Sequence[Tensor] = ()
     ) -> bool:
         if has_rank(group):
-            if grads:
-                _check_values(weights)
             self._check_states(group, weights)  # before bases of other sides are made beside them
             self._takes_scratch(group, weights, grads)
-        return super()._is_native(group, weights, grads)
+        is_native = super()._is_native(group, weights, grads)
+        if grads and has_rank(group):
+            _check_values(weights)
+        return is_native
 
     def _takes_scratch(
         self, group: dict[str, Any], weights: list[Tensor], grads: Sequence[Tensor]

@@ -209,13 +209,12 @@ def check_apart(weights: list[Tensor], states: list[dict[str, Any]]) -> None:
 
 def check_number_of_state(index: int, name: str, number: Any, weight: Tensor) -> None:
     """Raises a number beside a weight that no step could take as one; ``index``: of the weight."""
+    if not isinstance(number, Tensor):  # torch's text
+        raise RuntimeError(
+            "API has changed, `state_steps` argument must contain a list of singleton tensors"
+        )
     of = ", the step count," if name == "step" else ""
     what = f"tensor {index} of the list: the state {name!r}{of}"
-    if not isinstance(number, Tensor):
-        raise RuntimeError(
-            f"{what} is a {torch.typename(number)}. API has changed, `state_steps` argument must "
-            "contain a list of singleton tensors"
-        )
     is_dense = number.layout is torch.strided and (weight.is_meta or not number.is_meta)
     is_real = not number.is_complex() and number.dtype is not torch.bool
     if not (is_dense and is_real and number.numel() == 1):
