@@ -179,6 +179,7 @@ class LowRankSteps(Owner):
     def _check_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
         """Raises if states are no longer those that the options of a group ask for."""
         self._check_projected(group, weights)
+        self._store.check_are_tensors(weights)
         for place, slots in enumerate(self._store.slots_of_each(group, weights)):
             p, state = weights[place], self._state.get(weights[place], {})
             for slot in slots:

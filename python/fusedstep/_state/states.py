@@ -331,6 +331,17 @@ class StateStore:
             if slot.record and slot.name in state:
                 slot.fill(state, slot.record.first_value(group))
 
+    def check_are_tensors(self, weights: list[Tensor]) -> None:
+        """Raises a state of a weight that is no tensor; what else scripts keep there may be any."""
+        own = {*self.optimizer._states, *BESIDE.values()}
+        for index, p in enumerate(weights if self.was_read else ()):
+            for name, value in self.by_weight.get(p, {}).items():
+                if not isinstance(value, Tensor) and name in own:
+                    raise RuntimeError(
+                        f"tensor {index} of the list: the state {name!r} is a "
+                        f"{torch.typename(value)}, not a tensor"
+                    )
+
     def operands(self, group: dict[str, Any], weights: list[Tensor]) -> list[dict[str, Tensor]]:
         """The states of weights as a step takes them: with counts, and all numbers as tensors."""
         states = [self.with_count(group, p) for p in weights]
@@ -346,6 +357,7 @@ class StateStore:
 
         ``any_dtype``: these operations take numbers of every dtype.
         """
+        self.check_are_tensors(weights)
         for index, slots in enumerate(self.slots_of_each(group, weights)):
             p, state = weights[index], self.by_weight[weights[index]]
             for slot in slots:

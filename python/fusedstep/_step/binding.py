@@ -106,6 +106,7 @@ def _new_plan(
 ) -> Plan | None:
     """The native plan of a group's weights; None where the imperative twin updates them."""
     sparse = optimizer._has_sparse(group, grads)
+    optimizer._store.check_are_tensors(weights)
     native, store = optimizer._is_native(group, weights, grads), optimizer._store
     if not native and not optimizer._is_composite(group):
         optimizer._rehearse(group, weights, grads)  # before a state begins at such an option

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedstep import optim
 from fusedstep._step.plan import Bucket
-from support.cases import COMPOSITES, PRODUCTS, WITH_COUNTS
+from support.cases import COMPOSITES, PRODUCTS, WITH_COUNTS, WITH_STATES
 from support.composites import DENSE, MODES, ROWS, SHAPE, WITHOUT_PLAN, stepped, values_of
 from support.negated import WAYS, negated, negated_at_once
 from support.stepping import assert_same_bits, assert_same_contents, contents
@@ -673,6 +673,27 @@ def test_a_negative_count_is_an_error_under_a_dispatch_mode_too(row):
     with Mode(), pytest.raises(RuntimeError, match="step count must be at least 0"):
         optimizer.step()
     assert torch.equal(param, before)
+
+
+@MODES
+@pytest.mark.parametrize("wrong", [1, None, "text"], ids=str)
+@pytest.mark.parametrize("row", [*ROWS, *WITH_STATES], ids=str)
+def test_a_state_that_is_no_tensor_is_an_error_that_names_it(row, wrong, fused):
+    params = [torch.nn.Parameter(values_of(i)) for i in range(2)]
+    optimizer = row.build(params, fused=fused)
+    for number in range(2):
+        for p in params:
+            p.grad = row.grad(values_of(number)) if row in ROWS else values_of(number)
+        if number == 0:
+            optimizer.step()
+    name = next(name for name in optimizer._states if name in optimizer.state[params[1]])
+    optimizer.state[params[0]]["the user's own"] = optimizer.state[params[1]][name] = wrong
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(
+        RuntimeError, match=f"parameter 1 of group 0: the state '{name}' is a .*, no"
+    ):
+        optimizer.step()
+    assert all(map(torch.equal, params, before))
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
