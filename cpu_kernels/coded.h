@@ -214,8 +214,18 @@ struct CodeRegister {
   FUSEDSTEP_FN static __m512i magnitudes(__m512 x) {
     return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(kMagnitudeBits));
   }
-  FUSEDSTEP_FN static __m512i maximum(__m512i a, __m512i b) { return _mm512_max_epi32(a, b); }
-  FUSEDSTEP_FN static int32_t largest_of(__m512i a) { return _mm512_reduce_max_epi32(a); }
+  // The largest magnitudes so far, as bits. Of a state that is never negative the bits as they are: a number
+  // with a sign, which only a NaN or a zero may have, becomes the largest.
+  template <bool kSigned>
+  FUSEDSTEP_FN static __m512i larger(__m512i most, __m512 x) {
+    if constexpr (kSigned) return _mm512_max_epi32(most, magnitudes(x));
+    return _mm512_max_epu32(most, _mm512_castps_si512(x));
+  }
+  template <bool kSigned>
+  FUSEDSTEP_FN static int32_t largest_of(__m512i most) {
+    if constexpr (kSigned) return _mm512_reduce_max_epi32(most);
+    return static_cast<int32_t>(_mm512_reduce_max_epu32(most));
+  }
 };
 
 #elif defined(__AVX2__)
@@ -352,7 +362,11 @@ struct CodeRegister {
   FUSEDSTEP_FN static __m256i magnitudes(__m256 x) {
     return _mm256_and_si256(_mm256_castps_si256(x), repeated(kMagnitudeBits));
   }
-  FUSEDSTEP_FN static __m256i maximum(__m256i a, __m256i b) { return _mm256_max_epi32(a, b); }
+  template <bool kSigned>
+  FUSEDSTEP_FN static __m256i larger(__m256i most, __m256 x) {
+    return _mm256_max_epi32(most, magnitudes(x));
+  }
+  template <bool kSigned>
   FUSEDSTEP_FN static int32_t largest_of(__m256i a) {
     alignas(32) int32_t lanes[kSize];
     _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), a);
@@ -398,9 +412,9 @@ int32_t largest_magnitude(const float* x, int64_t count) {
   if constexpr (Register::kSize != 0) {
     typename Register::Bits most{};
     for (; i + Register::kSize <= count; i += Register::kSize) {
-      most = Register::maximum(most, Register::magnitudes(Register::load(x + i)));
+      most = Register::template larger</*kSigned=*/true>(most, Register::load(x + i));
     }
-    largest = Register::largest_of(most);
+    largest = Register::template largest_of</*kSigned=*/true>(most);
   }
   for (; i < count; ++i) largest = std::max(largest, bits_of(x[i]) & kMagnitudeBits);
   return largest;

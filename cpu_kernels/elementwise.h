@@ -26,10 +26,11 @@ constexpr int registers_at_once(Reach reach) {
   return reach == Reach::kFar || Rule::kStates > 2 ? 2 : 4;
 }
 
+constexpr int64_t kLine = 64;  // bytes
+
 // Prefetches what is ahead of `count` elements from the i-th on.
 template <Reach kReach, class T>
 FUSEDSTEP_FN void prefetch_ahead(const T* array, int64_t i, int count, const PrefetchDistance& ahead) {
-  constexpr int64_t kLine = 64;
   const char* const first = reinterpret_cast<const char*>(array);
   const int64_t offset = i * int64_t{sizeof(T)}, bytes = count * int64_t{sizeof(T)};
 #pragma GCC unroll 8

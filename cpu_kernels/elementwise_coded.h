@@ -41,6 +41,7 @@ struct StateOfStep {
 template <Storage kStorage, bool kSigned>
 struct StateBlock {
   static constexpr int kMost = 256;  // elements
+  static constexpr int64_t kPerByte = kStorage == Storage::kInt4 ? 2 : 1;
 
   CodeMap map;
   CodeTables<kStorage, kSigned> tables;
@@ -55,21 +56,26 @@ struct StateBlock {
   explicit StateBlock(const StateOfStep& of) : map(rounding_by(*of.state.map, of.rounding)), tables(map) {}
 
   void go_to(const Span& span, int k, int64_t begin) {
-    codes = static_cast<uint8_t*>(span.operand[kFirstState + k]) + map.bytes_of(begin);
-    absmax = span.coded[k].absmax + (span.first + begin) / map.block;
+    codes = static_cast<uint8_t*>(span.operand[kFirstState + k]) + begin / kPerByte;
+    absmax = span.coded[k].absmax + ((span.first + begin) >> map.block_shift);
     scale = *absmax / map.top;
     largest = typename CodeRegister::Bits{};
   }
+  // Prefetches a line of codes at a time, as many elements ahead as in an array of floats. Where kernels do
+  // not prefetch into the second level, the processor's own prefetchers follow codes better alone.
   template <class V>
-  FUSEDSTEP_FN void prefetch(int64_t, const PrefetchDistance&) const {}
+  FUSEDSTEP_FN void prefetch(int64_t i, const PrefetchDistance& ahead) const {
+    constexpr int64_t kSmaller = sizeof(float) * kPerByte;
+    if (i % (kLine * kPerByte) != 0 || ahead.second == 0) return;
+    prefetch_ahead<Reach::kFar>(codes, i / kPerByte, 1, {ahead.first / kSmaller, ahead.second / kSmaller});
+  }
   // The number of element i, or those from there on.
   template <class V>
   FUSEDSTEP_FN V decode(int64_t i) const {
     if constexpr (requires(V group) { group.part; }) {
       return V::of([&](int k) { return decode<Pack<float>>(i + k * Pack<float>::size()); });
     } else if constexpr (requires { V::size(); }) {
-      const uint8_t* const at = codes + (kStorage == Storage::kInt4 ? i / 2 : i);
-      return V(CodeRegister::times(CodeRegister::decode(tables, at), scale));
+      return V(CodeRegister::times(CodeRegister::decode(tables, codes + i / kPerByte), scale));
     } else {
       return value_of<kStorage>(map, code_at<kStorage>(codes, i)) * scale;
     }
@@ -87,7 +93,8 @@ struct StateBlock {
   // Finds the block's absolute maximum. The block's numbers are encoded while the numbers of the next block
   // take their place.
   void close(int64_t count, int64_t in_registers) {
-    int32_t most = CodeRegister::largest_of(largest);
+    int32_t most = CodeRegister::largest_of<kSigned>(largest);
+    if (!kSigned && most < 0) most = largest_magnitude(fresh, in_registers);  // a NaN or a zero has a sign
     for (int64_t i = in_registers; i < count; ++i) most = std::max(most, bits_of(fresh[i]) & kMagnitudeBits);
     const BlockScale found = scale_of(most, map.top);
     *absmax = found.absmax;
@@ -101,13 +108,11 @@ struct StateBlock {
   }
   void encode_closed(int64_t from, int64_t to) const {
     encode_shares<kStorage, kSigned>(map, tables, fresh + from, to - from, inverse,
-                                     closed_codes + map.bytes_of(from));
+                                     closed_codes + from / kPerByte);
   }
 
  private:
-  FUSEDSTEP_FN void note(const Pack<float>& x) {
-    largest = CodeRegister::maximum(largest, CodeRegister::magnitudes(x.v));
-  }
+  FUSEDSTEP_FN void note(const Pack<float>& x) { largest = CodeRegister::larger<kSigned>(largest, x.v); }
 };
 
 // The elements of a state that is not in codes.

@@ -352,7 +352,7 @@ def test_blocks_do_not_depend_on_the_block_before(case, kind):
 
 
 @CODED
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("case", [c for c in WITH_STATES if c.elementwise], ids=str)
 def test_a_number_that_is_none_damages_its_block_only(case, bad, kind):
     params, optimizer = start(case, kind, steps=2, shapes=((2 * CHUNK,),))
