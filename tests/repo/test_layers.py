@@ -164,7 +164,7 @@ def test_imports_go_down(module):
     ("importer", "imported"),
     [
         ("fusedstep._state.states", "fusedstep._step.plan"),
-        ("fusedstep._matrix.batches", "fusedstep._factored.moments"),
+        ("fusedstep._matrix.arrangement", "fusedstep._factored.moments"),
         ("fusedstep._api.base", "fusedstep.optim.adam"),
         ("fusedstep.optim.adam", "fusedstep.optim"),
         ("fusedstep.optim.adam", "fusedstep.convert"),

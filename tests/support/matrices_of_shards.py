@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fusedstep import optim
-from fusedstep._matrix import arrangement, batches, newton_schulz
+from fusedstep._matrix import arrangement, newton_schulz, rows
 from fusedstep._sharding import exchange as _sharded_matrices
 from fusedstep._sharding.dtensor import is_dtensor, local
 from support.stepping import assert_same_bits
@@ -207,7 +207,7 @@ def each_matrix_is_computed_once(here):
         computed.extend([x.shape[1:]] * len(x))
         return newton_schulz.orthogonalize(x, *args)
 
-    with mock.patch.object(batches, "orthogonalize", counted), batches_of_elements(300):
+    with mock.patch.object(rows, "orthogonalize", counted), batches_of_elements(300):
         found.sharded.step()
     counts = [None, None]
     dist.all_gather_object(counts, len(computed))

@@ -7,13 +7,15 @@ have the other rule beside them, as their base.
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from fusedstep._api.base import FusedOptimizer
-from fusedstep._matrix.batches import MatrixBatches
+from fusedstep._matrix.arrangement import MOST_BYTES, last_arrangement
 from fusedstep._matrix.chosen import Chosen, has_choice
 from fusedstep._matrix.muon_groups import (
     beta2_of,
@@ -23,22 +25,26 @@ from fusedstep._matrix.muon_groups import (
     norm_dtype,
     ns_dtype_of,
     parts_of,
+    ratio_of,
     starts_aol,
     to_divisors,
     uses_muon,
     why_no_matrix,
 )
-from fusedstep._matrix.newton_schulz import LEAST_SUM, coefficients_of
+from fusedstep._matrix.muon_program import MuonProgram
+from fusedstep._matrix.newton_schulz import LEAST_SUM, Scratch, coefficients_of
+from fusedstep._matrix.operands import Moving
 from fusedstep._sharding.dtensor import local
 from fusedstep._sharding.exchange import cut_of, is_gathered, step_whole
 from fusedstep._state.checks import name_of
 from fusedstep._step.factors import Factors
+from fusedstep._step.owner import Owner
 from fusedstep._step.plan import Work
-from fusedstep._step.program import Pass, Program
-from fusedstep._step.sums import of_each
+from fusedstep._step.program import Program
+from fusedstep._torch_ops.imperative import MOST_COPIES, size_of
 
 
-class MuonSteps(MatrixBatches):
+class MuonSteps(Owner):
     """Steps groups with ``use_muon`` by Muon, and all others as the next class does."""
 
     _queues_factors = True
@@ -56,6 +62,23 @@ class MuonSteps(MatrixBatches):
     #: The class that steps groups without Muon, in errors.
     _other: str
 
+    def _ratio(self, group: dict[str, Any], shape: Sequence[int]) -> float:
+        """The factor of the learning rate for a matrix: its rows, and all other dimensions."""
+        return ratio_of(group, shape[0], math.prod(shape[1:]))
+
+    def _takes_batches(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> bool:
+        """Returns whether a composite group is stepped in batches, and not weight by weight."""
+        return True
+
+    def _second_step(self, group: dict[str, Any], moving: list[Moving]) -> Callable[[], None]:
+        """Prepares a step that weights take when Muon has moved them, and returns what takes it.
+
+        Nothing is written before, and nothing can fail on a CPU from then on.
+        """
+        return lambda: None
+
     # Which groups
 
     def _check_group(self, index: int, group: dict[str, Any]) -> None:
@@ -69,7 +92,7 @@ class MuonSteps(MatrixBatches):
     def _checked_options(self, item: Work, factors: Factors) -> tuple[float, ...]:
         group = item.group
         has_all = len(group["params"]) == len(item.weights)
-        if has_all and self._last_arrangement(group, item.weights):  # weights have been looked at
+        if has_all and last_arrangement(self, group, item.weights):  # weights have been looked at
             check_muon_options(self._as_muon(group))
         else:
             self._check_group(item.number, group)
@@ -92,18 +115,23 @@ class MuonSteps(MatrixBatches):
     def _exact_options(self, group: dict[str, Any]) -> dict[str, Any]:
         return {"ns_dtype": torch.float64} if uses_muon(group) else {}
 
-    # Weight by weight
+    # The step
+
+    @functools.cached_property
+    def _scratch(self) -> Scratch:
+        return Scratch()
 
     def _exchanges(self, group: dict[str, Any]) -> bool:
         return uses_muon(group)
 
     def _program(self, work: list[Work], factors: Factors) -> Program:
-        return _MuonProgram(self, work, factors)
+        return MuonProgram(self, work, factors)
 
-    def _composite_steps(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-    ) -> None:
-        super()._composite_steps(self._as_muon(group), weights, grads)
+    def _part_size(self, item: Work) -> int:
+        """That of a batch, if the group has batches."""
+        sizes = list(map(size_of, item.weights, item.grads))
+        batch = min(sum(sizes), MOST_BYTES) if self._is_composite(item.group) else 0
+        return MOST_COPIES * max(batch, *sizes)
 
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
@@ -159,18 +187,6 @@ class MuonSteps(MatrixBatches):
         for part in parts:
             part.of(orthogonal).mul_(lr * self._ratio(group, part.matrix_shape))
         return weight * (1 - decay) - orthogonal
-
-
-class _MuonProgram(Program):
-    """A program that looks first whether all processes have gradients of the same weights."""
-
-    optimizer: MuonSteps
-
-    def run(self, work: list[Work]) -> list[Pass]:
-        # Before anything is changed; transfers that some processes take no part in would not end.
-        weights = [p for item in work if uses_muon(item.group) for p in item.weights]
-        self.optimizer._spread_weights().sums_of_rows(of_each(0), weights, [[] for _ in weights])
-        return super().run(work)
 
 
 def _iterated(group: dict[str, Any], update: Tensor) -> Tensor:

@@ -5,15 +5,14 @@ An arrangement is made once, and lasts for as long as operands and options stay.
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from fusedstep._matrix.chained import AT_ONCE, ChainedBatches, takes_batches_of
+from fusedstep._matrix.chained import AT_ONCE, takes_batches_of, updates_dtype
 from fusedstep._matrix.chosen import has_choice
 from fusedstep._matrix.chosen_batches import ChosenBatches
 from fusedstep._matrix.muon_groups import (
@@ -24,18 +23,16 @@ from fusedstep._matrix.muon_groups import (
     parts_of,
     starts_aol,
 )
+from fusedstep._matrix.native_stages import NativeBatches
 from fusedstep._matrix.near_shapes import Shape, joined, newton_schulz_operations
 from fusedstep._matrix.newton_schulz import coefficients_of, fits_engine, takes_gram_form
-from fusedstep._matrix.together import (
-    BatchShare,
-    Moving,
-    Together,
-    parts_of_batches,
-    size_of_batches,
-)
+from fusedstep._matrix.operands import Parts, StepsMatrices, operands_of
+from fusedstep._matrix.together import BatchShare, Together, size_of_batches
+from fusedstep._matrix.whole_batches import WholeBatches
 from fusedstep._sharding.dtensor import is_dtensor, local
 from fusedstep._sharding.exchange import cut_of, is_gathered
 from fusedstep._state.states import StateStore
+from fusedstep._step.plan import same
 
 #: Elements that go through the products together at most. More do not fill a device better, and
 #: their copies would have to be kept: on a CPU they leave its caches as well.
@@ -57,13 +54,6 @@ _CALLS_ELSEWHERE = 1 << 35
 
 _Key = TypeVar("_Key")
 
-#: The memory of batches that the native engine steps together.
-Memory = ChainedBatches | ChosenBatches
-
-
-#: Makes the operands of weights, whose gradients are not known yet.
-Begin = Callable[[dict[str, Any], list[Tensor], list[Tensor]], list[Moving]]
-
 
 class Arrangement(NamedTuple):
     """The batches that a group is stepped in, for as long as its operands and options stay."""
@@ -71,24 +61,32 @@ class Arrangement(NamedTuple):
     weights: list[Tensor]
     options: list[Any] | None
     """Those that have passed checks; None where a step has to look again."""
-    chained: list[tuple[list[Together], Memory]]
+    native: list[tuple[list[Together], NativeBatches]]
     """Batches that the native engine steps together where dtypes and gradients allow it."""
     batches: list[Together]
     cut_alike: dict[Any, list[int]]
+    """Places of weights whose matrices processes share, by how they are cut."""
 
 
-def arrange(
-    store: StateStore,
-    begin: Begin,
-    group: dict[str, Any],
-    weights: list[Tensor],
-    options: list[Any] | None,
-) -> Arrangement:
-    """Returns the batches of a group's weights, and the weights whose matrices processes share.
+def last_arrangement(
+    optimizer: StepsMatrices, group: dict[str, Any], weights: list[Tensor]
+) -> Arrangement | None:
+    """The arrangement of the last step, if nothing has changed since but floats."""
+    operands = optimizer._memory.get(weights[0])
+    known: Arrangement | None = operands.derived if operands else None
+    if known and known.options is _passed_options(optimizer, group):
+        return known if same(weights, known.weights) else None
+    return None
 
-    ``store``: the states of the weights. ``begin``: makes the operands of weights. ``options``:
-    those that have passed checks.
-    """
+
+def _passed_options(optimizer: StepsMatrices, group: dict[str, Any]) -> list[Any] | None:
+    """The options that have passed checks: another object if one has changed."""
+    return optimizer._passed.get(id(group["params"]))
+
+
+def arrange(optimizer: StepsMatrices, group: dict[str, Any], weights: list[Tensor]) -> Arrangement:
+    """Arranges the weights of a group anew. The arrangement is kept if it can last."""
+    store = optimizer._store
     alone: list[int] = []
     cut_alike: dict[Any, list[int]] = {}
     for place, p in enumerate(weights):
@@ -99,16 +97,20 @@ def arrange(
         else:
             alone.append(place)
     batches = [
-        _new_batch(store, begin, group, places, [weights[i] for i in places])
+        _new_batch(optimizer, group, places, [weights[i] for i in places])
         for places in _batches(store, group, weights, alone)
     ]
-    chained, others = _in_chains(group, batches)
-    return Arrangement(weights, options, chained, others, cut_alike)
+    native, others = _in_chains(group, batches)
+    options = _passed_options(optimizer, group)
+    arranged = Arrangement(weights, options, native, others, cut_alike)
+    if operands := optimizer._memory.get(weights[0]):
+        operands.derived = arranged if options is not None and not cut_alike else None
+    return arranged
 
 
 def _in_chains(
     group: dict[str, Any], batches: list[Together]
-) -> tuple[list[tuple[list[Together], Memory]], list[Together]]:
+) -> tuple[list[tuple[list[Together], NativeBatches]], list[Together]]:
     """Batches that the native engine may step together, by dtype and device, and all others."""
     alike: dict[Any, list[list[Together]]] = {}
     others = []
@@ -121,19 +123,18 @@ def _in_chains(
         if not lists or size_of_batches([*lists[-1], batch]) > most:
             lists.append([])
         lists[-1].append(batch)
-    chained: list[tuple[list[Together], Memory]] = []
-    for (device, _), some in ((key, some) for key, lists in alike.items() for some in lists):
-        shares = [share for batch in some for share in batch.shares]
-        forms = [[part.form for _, part in share.parts] for share in shares]
-        if has_choice(group):
-            moving = [each for batch in some for each in batch.moving]
-            operands = ([each.value for each in moving], [each.average for each in moving])
-            parts = [parts_of_batches(some, each) for each in operands]
-            chained.append((some, ChosenBatches(forms, *parts)))
-            continue
-        shapes = [part.shape for share in shares for _, part in share.parts]
-        chained.append((some, ChainedBatches(shapes, forms, device)))
-    return chained, others
+    together = itertools.chain.from_iterable(alike.values())
+    return [(some, _new_native(group, some)) for some in together], others
+
+
+def _new_native(group: dict[str, Any], batches: list[Together]) -> NativeBatches:
+    shares = [share for batch in batches for share in batch.shares]
+    forms = [[part.form for _, part in share.parts] for share in shares]
+    found = zip(*(batch.parts_of(batch.moving) for batch in batches), strict=True)
+    parts = Parts(*(list(itertools.chain.from_iterable(each)) for each in found))
+    if has_choice(group):
+        return ChosenBatches(forms, parts)
+    return WholeBatches([part.shape for share in shares for _, part in share.parts], forms, parts)
 
 
 def _may_chain(group: dict[str, Any], batch: Together) -> bool:
@@ -153,11 +154,7 @@ def _may_chain(group: dict[str, Any], batch: Together) -> bool:
 
 
 def _new_batch(
-    store: StateStore,
-    begin: Begin,
-    group: dict[str, Any],
-    places: list[int],
-    weights: list[Tensor],
+    optimizer: StepsMatrices, group: dict[str, Any], places: list[int], weights: list[Tensor]
 ) -> Together:
     shares: dict[Shape | None, list[tuple[int, Part]]] = {}
     for index, p in enumerate(weights):
@@ -165,13 +162,12 @@ def _new_batch(
             # Whole weights of near shapes go through products together, with zeros.
             key = None if part.is_whole and not has_choice(group) else part.form[1:]
             shares.setdefault(key, []).append((index, part))
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for index, (_, part) in enumerate(itertools.chain.from_iterable(shares.values())):
-        alike.setdefault(part.matrix_shape, []).append(index)
     moving = []
-    if not any(map(functools.partial(_has_copies, store, group), weights)):
-        moving = begin(group, weights, weights)
-    return Together(places, weights, list(map(BatchShare.made_of, shares.values())), alike, moving)
+    if not any(_has_copies(optimizer._store, group, p) for p in weights):
+        moving = operands_of(optimizer, group, weights, weights)  # gradients are not known yet
+    made = list(map(BatchShare.made_of, shares.values()))
+    shapes = [part.matrix_shape for share in made for _, part in share.parts]
+    return Together(places, weights, made, shapes, moving)
 
 
 def _has_copies(store: StateStore, group: dict[str, Any], weight: Tensor) -> bool:
@@ -196,7 +192,7 @@ def _batches(
             alike.setdefault(kind, {}).setdefault(shapes, []).append(place)
     for (device, dtype, _), by_shape in alike.items():
         some = [weights[place] for places in by_shape.values() for place in places]
-        has_copies = any(map(functools.partial(_has_copies, store, group), some))
+        has_copies = any(_has_copies(store, group, p) for p in some)
         is_chained = takes_batches_of_group(group, device, dtype) and not (
             device.type == "cpu" and has_copies
         )
@@ -273,6 +269,15 @@ def takes_batches_of_group(group: dict[str, Any], device: torch.device, dtype: t
     if group.get("cautious_decay") and (device.type == "cpu" or has_choice(group)):
         return False
     return takes_batches_of(device, dtype, group.get("ns_dtype"), ns_dtype_of(group, device))
+
+
+def takes_native(group: dict[str, Any], weight: Tensor) -> bool:
+    """Returns whether the native engine takes weights of a dtype by the options of a group.
+
+    These and the instruction set may have changed since the batches were made.
+    """
+    takes_updates = updates_dtype(weight.dtype, group.get("ns_dtype")) is not None
+    return takes_updates and takes_batches_of_group(group, weight.device, weight.dtype)
 
 
 def _most_together(device: torch.device) -> int:

@@ -1,7 +1,6 @@
-"""Batches of matrices that the native engine steps together: their memory, passes and products.
+"""The products of batches that the native engine takes together, and the memory of these.
 
-Batches may have different shapes. Each pass over weights, and each level of the chains of products,
-is one launch for all batches.
+Batches may have different shapes. Each level of the chains of products is one launch for all.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedstep._matrix.newton_schulz import Chain, Scratch, Step, has_engine
-from fusedstep._matrix.passes import average_into, normalize_into, sums_size, updates_into
+from fusedstep._matrix.newton_schulz import Chain, Scratch, has_engine
+from fusedstep._matrix.passes import normalize_into, sums_size
+from fusedstep._matrix.step_options import StepOptions
 from fusedstep._step.plan import same
 
 #: The number of the matrices of a part of a weight, and their rows and columns.
@@ -58,7 +58,7 @@ def updates_dtype(weights: torch.dtype, asked: torch.dtype | None) -> torch.dtyp
 
 
 class ChainedBatches:
-    """The memory of batches: the updates of weights for the passes, matrices for the products."""
+    """The memory of batches: updates, which passes write, and the matrices of the products."""
 
     def __init__(
         self,
@@ -78,20 +78,14 @@ class ChainedBatches:
         self._memory: list[Tensor] = []
         self._kind: Any = None
 
-    def take(
-        self,
-        scratch: Scratch,
-        updates: torch.dtype,
-        products: torch.dtype,
-        steps: Sequence[Step],
-        is_aol: bool,
-    ) -> None:
+    def take(self, scratch: Scratch, options: StepOptions, updates: torch.dtype) -> None:
         """Takes all memory of a step: what the step before has taken, if there is no other user.
 
-        ``updates``, ``products``: dtypes. ``is_aol``: the iteration begins with the AOL start.
+        ``updates``: the dtype of the updates.
         """
         size, device = (sum(self._sizes),), self._device
-        kind = updates, products, list(steps), is_aol
+        products, steps, is_aol = options.products, options.steps, options.starts_aol
+        kind = updates, products, steps, is_aol
         update = scratch.take("update", size, updates, device)
         memory = [update, scratch.take("other", size, products, device)]
         in_place = updates.itemsize == products.itemsize
@@ -102,7 +96,8 @@ class ChainedBatches:
             quotient, spare = update.view(products) if in_place else memory[2], memory[1]
             self._matrices, self._quotients = self._in_batches(update), self._in_batches(quotient)
             self._chain = Chain(self._quotients, self._in_batches(spare), steps, is_aol)
-            self._updates = self._parts(update)
+            self.updates = self._parts(update)
+            """Where each part's update is to be written."""
             self._sums_size = sums_size(self._matrices)
             found = [self._parts(spare), self._parts(quotient)]
             self._directions = [
@@ -112,7 +107,7 @@ class ChainedBatches:
         self._chain.take(scratch)
 
     @property
-    def updates(self) -> Tensor:
+    def flat_updates(self) -> Tensor:
         """The memory of all updates, one behind another, once it is taken."""
         return self._memory[0]
 
@@ -124,19 +119,9 @@ class ChainedBatches:
         pieces = flat.split([math.prod(batch) for batch in self._batches])
         return [piece.view(batch) for piece, batch in zip(pieces, self._batches, strict=True)]
 
-    def update(
-        self, averages: list[Tensor], grads: list[Tensor], share: float, lead: float
-    ) -> None:
-        """Writes the updates. On a GPU, takes a share of gradients into averages."""
-        write = updates_into if self._device.type == "cpu" else average_into
-        write(averages, grads, self._updates, share, lead)
-
-    def copy(self, updates: list[Tensor]) -> None:
-        """Takes updates that are there."""
-        torch._foreach_copy_(self._updates, updates)
-
-    def orthogonalize(self, eps: float, adds_eps: bool) -> list[Tensor]:
+    def orthogonalize(self, options: StepOptions) -> list[Tensor]:
         """Iterates on the updates. Returns the result of each part, in the part's shape."""
+        eps, adds_eps = options.eps, options.adds_eps
         normalize_into(self._matrices, self._quotients, self._sums, eps, adds_eps)
         self._chain.run()
         return self._directions

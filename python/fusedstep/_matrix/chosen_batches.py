@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedstep._matrix.chained import ChainedBatches, Form
+from fusedstep._matrix.chained import ChainedBatches, Form, updates_dtype
 from fusedstep._matrix.chosen import count_of, side_of, takes_rows
-from fusedstep._matrix.newton_schulz import Scratch, Step, fits_engine
+from fusedstep._matrix.newton_schulz import Scratch, fits_engine
+from fusedstep._matrix.operands import Parts
 from fusedstep._matrix.passes import (
     advance_and_move_chosen,
     choice_memory,
@@ -25,30 +26,27 @@ from fusedstep._matrix.passes import (
     lie_in_order,
     move_chosen,
 )
+from fusedstep._matrix.step_options import StepOptions
 
 
 class ChosenBatches:
-    """The memory of the choice of rows or columns, and of the products of what is chosen."""
+    """The parts of batches, the memory of the choice of their rows or columns, and the products."""
 
-    def __init__(
-        self,
-        forms: Sequence[Sequence[Form]],
-        weights: list[Tensor],
-        averages: list[Tensor],
-    ) -> None:
-        """``forms``: the matrices of each part, by batch. The operands: the parts of all."""
-        self.weights, self._averages = weights, averages
-        self._batches, self._device = forms, weights[0].device
-        operands = [*weights, *averages]
+    subtracts = True
+
+    def __init__(self, forms: Sequence[Sequence[Form]], parts: Parts) -> None:
+        """``forms``: the matrices of each part, by batch."""
+        self._values, self._averages, _ = parts
+        self._batches, self._device = forms, self._values[0].device
+        operands = [*self._values, *self._averages]
         self._lie_in_order = lie_in_order(operands) and _are_apart(operands)
         self._fraction: float | None = None
 
-    def fits(self, group: dict[str, Any], grads: list[Tensor]) -> bool:
-        """Returns whether passes take gradients, and the engine as much as a group chooses."""
-        if not (self._lie_in_order and have_passes(self.weights[:1], [], grads)):
+    def fits(self, options: StepOptions, grads: list[Tensor]) -> bool:
+        if not (self._lie_in_order and have_passes(self._values[:1], [], grads)):
             return False
-        if (fraction := float(group["rank_fraction"])) != self._fraction:
-            self._set(group)
+        if (fraction := float(options.group["rank_fraction"])) != self._fraction:
+            self._set(options.group)
             self._fraction = fraction
         return self._fits
 
@@ -69,44 +67,37 @@ class ChosenBatches:
         self._chain = ChainedBatches(shapes, chosen, self._device)
         self._size = choice_memory(self._forms)
 
-    def take(
-        self,
-        scratch: Scratch,
-        updates: torch.dtype,
-        products: torch.dtype,
-        steps: Sequence[Step],
-        is_aol: bool,
-    ) -> None:
-        """Takes all memory of a step. The arguments are those of ``ChainedBatches.take``."""
+    def take(self, options: StepOptions, scratch: Scratch) -> None:
         self._memory = scratch.take("choice", (self._size,), torch.float64, self._device)
-        self._chain.take(scratch, updates, products, steps, is_aol)
+        updates = updates_dtype(self._values[0].dtype, options.group.get("ns_dtype"))
+        assert updates is not None
+        self._chain.take(scratch, options, updates)
 
-    def choose(self, grads: list[Tensor], momentum: float, maximizes: bool) -> None:
+    def average(self, options: StepOptions, grads: list[Tensor]) -> None:
         """Takes the updates. On a GPU, adds gradients to the averages and decays what is chosen."""
-        operands = self._averages, grads, self._chain.updates, self._memory, self._forms
+        operands = self._averages, grads, self._chain.flat_updates, self._memory, self._forms
         if self._device.type == "cpu":
-            chosen_updates_into(*operands, maximizes)
+            chosen_updates_into(*operands, options.maximizes)
         else:
-            choose_into(*operands, momentum, maximizes)
+            choose_into(*operands, options.momentum, options.maximizes)
 
-    def orthogonalize(self, eps: float, adds_eps: bool) -> list[Tensor]:
-        """Iterates on the updates. Returns the rows or columns of each part's direction."""
-        return self._chain.orthogonalize(eps, adds_eps)
+    def orthogonalize(self, options: StepOptions) -> list[Tensor]:
+        """Returns the rows or columns of each part's direction."""
+        return self._chain.orthogonalize(options)
 
     def move(
         self,
+        options: StepOptions,
         grads: list[Tensor],
         directions: list[Tensor],
-        momentum: float,
-        maximizes: bool,
-        keep: float,
         factors: list[float],
     ) -> None:
         """Decays weights, and moves those rows or columns. On a CPU, writes the averages too."""
-        moving = self.weights, directions, self._memory, self._forms
+        moving = self._values, directions, self._memory, self._forms
+        keep = 1 - options.decay
         if self._device.type == "cpu":
-            options = momentum, maximizes, keep, factors
-            advance_and_move_chosen(self._averages, grads, *moving, *options)
+            numbers = options.momentum, options.maximizes, keep, factors
+            advance_and_move_chosen(self._averages, grads, *moving, *numbers)
         else:
             move_chosen(*moving, keep, factors)
 

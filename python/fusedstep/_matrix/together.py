@@ -13,21 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedstep._matrix.muon_groups import Part
-
-
-class Moving(NamedTuple):
-    """A weight in the middle of its step, and what this process has of it."""
-
-    weight: Tensor
-    kept: dict[str, Tensor]
-    state: dict[str, Tensor]
-    """The states of ``kept``, with numbers in place of codes."""
-    wide: Tensor
-    """The tensor that is updated for the weight."""
-    value: Tensor
-    """This process's part of that."""
-    average: Tensor
-    grad: Tensor
+from fusedstep._matrix.operands import Moving, Parts
 
 
 class BatchShare(NamedTuple):
@@ -51,7 +37,7 @@ class BatchShare(NamedTuple):
         is_plain = all(part.shape == shape[1:] for _, part in parts)
         return cls(parts, counts, shape, is_padded, is_plain)
 
-    def of(self, tensors: list[Tensor]) -> list[Tensor]:
+    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The parts of tensors, one for each weight of the batch."""
         return [part.of(tensors[index]) for index, part in self.parts]
 
@@ -73,8 +59,8 @@ class Together(NamedTuple):
     weights: list[Tensor]
     shares: list[BatchShare]
     """One of all whole weights, or one for each shape of the parts that weights are split into."""
-    alike: dict[tuple[int, ...], list[int]]
-    """Shapes of matrices, and which of the parts have them."""
+    shapes: list[tuple[int, ...]]
+    """The rows of the matrices of each part, and all other dimensions."""
     moving: list[Moving]
     """Their operands but for the gradients; empty where each step makes copies of some."""
 
@@ -82,9 +68,19 @@ class Together(NamedTuple):
     def is_padded(self) -> bool:
         return self.shares[0].is_padded  # where weights are split, none is
 
-    def parts(self, tensors: list[Tensor]) -> list[Tensor]:
+    @property
+    def matrices(self) -> list[tuple[int, int, int]]:
+        """The matrices of each share: their number, and the rows and columns of each."""
+        return [share.shape for share in self.shares]
+
+    def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The parts of tensors, one for each weight, share by share."""
         return [part for share in self.shares for part in share.of(tensors)]
+
+    def parts_of(self, moving: list[Moving]) -> Parts:
+        """The parts of operands, one for each weight."""
+        values, averages, grads = zip(*(each[-3:] for each in moving), strict=True)
+        return Parts(*map(self.parts, (values, averages, grads)))
 
     def parts_in(self, x: list[Tensor]) -> Sequence[Tensor]:
         """Views of the matrices of each share, in the shapes of the parts."""

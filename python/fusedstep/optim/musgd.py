@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.matrix_steps import MuonSteps
 from fusedstep._matrix.muon_groups import MUON_OWN, check_muon_options, is_of_muon, uses_muon
+from fusedstep._matrix.operands import Moving
 from fusedstep._matrix.second_step import Operands, SecondSteps
-from fusedstep._matrix.together import Moving
 from fusedstep._options.kinds import (
     Counts,
     Flag,
@@ -274,14 +274,11 @@ class MuSGD(MuonSteps, SGD):
             self._with_kernels[place] = list(weights)
         return reason
 
-    def _composite_steps(
+    def _takes_batches(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-    ) -> None:
-        is_other = any(map(is_traceable_wrapper_subclass, map(local, grads)))
-        if is_other or self._why_no_kernels(group, weights):
-            self._imperative_steps(group, weights, grads)
-        else:
-            super()._composite_steps(group, weights, grads)
+    ) -> bool:
+        is_other = any(map(is_traceable_wrapper_subclass, grads))
+        return not (is_other or self._why_no_kernels(group, weights))
 
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
@@ -297,14 +294,10 @@ class MuSGD(MuonSteps, SGD):
             of_sgd["momentum_buffer"] = local(state[_SGD_BUFFER])
         SGD._imperative(self, self._as_sgd(self._as_muon(group)), part, own_grad, of_sgd)
 
-    def _begin(self, *of: Any) -> list[Moving]:
-        moving = super()._begin(*of)
-        return [each._replace(grad=_kept_apart(each.grad, each.value)) for each in moving]
-
     def _second_step(self, group: dict[str, Any], moving: list[Moving]) -> Callable[[], None]:
         operands = Operands(
             [each.value for each in moving],
-            [each.grad for each in moving],
+            [_kept_apart(each.grad, each.value) for each in moving],
             [local(each.state[_SGD_BUFFER]) for each in moving] if group["momentum"] else [],
             [each.average for each in moving],
             all(map(_is_in_place, moving)),

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fusedstep import optim
-from fusedstep._matrix import arrangement, batches
+from fusedstep._matrix import arrangement, local_stages, moves, rows
+from fusedstep._matrix.native_stages import NativeStages
 from fusedstep._native import ops
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -38,11 +39,11 @@ def passes(monkeypatch):
         for weight, direction, factor in zip(weights, directions, factors, strict=True):
             weight.mul_(keep).add_(direction.to(weight.dtype), alpha=factor)
 
-    for module in (arrangement, batches):
+    for module in (arrangement, rows):
         monkeypatch.setattr(module, "takes_batches_of", lambda *_: False)
-    monkeypatch.setattr(batches, "are_taken", lambda *_: True)
-    monkeypatch.setattr(batches, "average_into", average_into)
-    monkeypatch.setattr(batches, "decay_and_add", decay_and_add)
+    monkeypatch.setattr(local_stages, "are_taken", lambda *_: True)
+    monkeypatch.setattr(rows, "average_into", average_into)
+    monkeypatch.setattr(moves, "decay_and_add", decay_and_add)
     return calls
 
 
@@ -105,11 +106,11 @@ def test_values_of_16_bit_weights_go_through_passes(passes, options, cls, monkey
 
 def test_passes_take_no_padded_batches(monkeypatch):
     """Zeros lie between their matrices."""
-    for module in (arrangement, batches):
+    for module in (arrangement, rows):
         monkeypatch.setattr(module, "takes_batches_of", lambda *_: False)
     monkeypatch.setattr(arrangement, "_CALLS", {"cpu": 1 << 40})
     asked = []
-    monkeypatch.setattr(batches, "are_taken", lambda *_: asked.append(1))
+    monkeypatch.setattr(local_stages, "are_taken", lambda *_: asked.append(1))
     trained(steps=1)
     assert len(asked) < len(SHAPES) - 1
 
@@ -238,13 +239,13 @@ def test_a_step_on_a_gpu_is_the_step(options, dtype):
 
 def chains(monkeypatch):
     """The shapes of weights in each list of batches that are stepped together."""
-    seen, step = [], batches.MatrixBatches._step_chain
+    seen, begin = [], NativeStages.begin
 
-    def noted(self, group, some, *rest):
-        seen.append([tuple(p.shape) for batch in some for p in batch.weights])
-        step(self, group, some, *rest)
+    def noted(self):
+        seen.append([tuple(p.shape) for batch in self._batches for p in batch.weights])
+        return begin(self)
 
-    monkeypatch.setattr(batches.MatrixBatches, "_step_chain", noted)
+    monkeypatch.setattr(NativeStages, "begin", noted)
     return seen
 
 

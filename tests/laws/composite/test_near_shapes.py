@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from fusedstep import optim
-from fusedstep._matrix import arrangement
-from fusedstep._matrix import batches as module
+from fusedstep._matrix import arrangement, rows
 from fusedstep._matrix.near_shapes import joined, newton_schulz_operations
 from fusedstep._matrix.newton_schulz import coefficients_of, takes_gram_form
 from support.stepping import assert_same_bits
@@ -35,9 +34,9 @@ def trained(shapes=SHAPES, dtype=torch.float32, steps=3, **options):
 
 def batches(monkeypatch):
     """The shapes that go through the iteration."""
-    seen, iterate = [], module.orthogonalize
+    seen, iterate = [], rows.orthogonalize
     spied = lambda x, *rest: (seen.append(tuple(x.shape)), iterate(x, *rest))[1]  # noqa: E731
-    monkeypatch.setattr(module, "orthogonalize", spied)
+    monkeypatch.setattr(rows, "orthogonalize", spied)
     return seen
 
 

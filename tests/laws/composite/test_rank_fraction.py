@@ -10,8 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedstep import optim
-from fusedstep._matrix import arrangement, batches
+from fusedstep._matrix import arrangement
 from fusedstep._matrix.chosen import Chosen, largest, norms_of
+from fusedstep._matrix.chosen_batches import ChosenBatches
+from fusedstep._matrix.local_stages import LocalStages
+from fusedstep._matrix.native_stages import NativeStages
 from fusedstep._matrix.newton_schulz import has_engine
 from fusedstep._native import ops
 from reference.dion2 import dion2
@@ -144,13 +147,13 @@ def test_weights_of_all_shapes_in_one_batch_step_as_in_several(options, most, mo
     """As a GPU takes these, where torch's operations choose."""
     monkeypatch.setattr(arrangement, "takes_batches_of_group", lambda *_: False)
     expected, _ = trained(**options)
-    seen, step = [], batches.MatrixBatches._step_batch
+    seen, begin = [], LocalStages.begin
 
-    def noted(self, group, batch, grads):
-        seen.append([share.shape for share in batch.shares])
-        step(self, group, batch, grads)
+    def noted(self):
+        seen.append(self._batch.matrices)
+        return begin(self)
 
-    monkeypatch.setattr(batches.MatrixBatches, "_step_batch", noted)
+    monkeypatch.setattr(LocalStages, "begin", noted)
     monkeypatch.setattr(arrangement, "_takes_all_shapes", lambda *_: True)
     monkeypatch.setattr(arrangement, "_most_together", lambda _: most)
     found, _ = trained(**options)
@@ -232,13 +235,14 @@ def test_values_of_bfloat16_weights_are_kept(options, fused):
 
 def chains(monkeypatch):
     """The shapes of weights of which native passes choose rows, at each call."""
-    seen, step = [], batches.MatrixBatches._step_chosen
+    seen, begin = [], NativeStages.begin
 
-    def noted(self, group, some, *rest):
-        seen.append([tuple(p.shape) for batch in some for p in batch.weights])
-        step(self, group, some, *rest)
+    def noted(self):
+        if isinstance(self._native, ChosenBatches):
+            seen.append([tuple(p.shape) for batch in self._batches for p in batch.weights])
+        return begin(self)
 
-    monkeypatch.setattr(batches.MatrixBatches, "_step_chosen", noted)
+    monkeypatch.setattr(NativeStages, "begin", noted)
     return seen
 
 

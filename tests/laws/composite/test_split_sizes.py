@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fusedstep import optim
-from fusedstep._matrix import batches
+from fusedstep._matrix.native_stages import NativeStages
 from fusedstep._native import ops
 from support.matrices import assert_moved_alike, largest_allocation, parameters
 
@@ -102,13 +102,13 @@ def test_parts_step_as_weights_of_their_own_with_options_of_muon(options, device
 @pytest.mark.skipif(ops.product_isa() is None, reason="has no native products")
 @pytest.mark.parametrize("cls", [optim.Muon, optim.MuSGD])
 def test_the_native_engine_takes_parts_of_all_shapes_together(cls, monkeypatch):
-    seen, step = [], batches.MatrixBatches._step_chain
+    seen, begin = [], NativeStages.begin
 
-    def noted(self, group, some, memory, grads):
-        seen.append([share.shape for batch in some for share in batch.shares])
-        step(self, group, some, memory, grads)
+    def noted(self):
+        seen.append([shape for batch in self._batches for shape in batch.matrices])
+        return begin(self)
 
-    monkeypatch.setattr(batches.MatrixBatches, "_step_chain", noted)
+    monkeypatch.setattr(NativeStages, "begin", noted)
     params = parameters([(40, 24), (40, 24), (40, 16)])
     grads = [[torch.ones_like(p) for p in params]] * 2
     trained(cls, params, grads, ns_dtype=torch.bfloat16, split_sizes=SIZES)
