@@ -5,7 +5,6 @@ An arrangement is made once, and lasts for as long as operands and options stay.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from fusedstep._matrix.chained import AT_ONCE, takes_batches_of, updates_dtype
 from fusedstep._matrix.chosen import has_choice
-from fusedstep._matrix.chosen_batches import ChosenBatches
 from fusedstep._matrix.muon_groups import (
     Part,
     form_of,
@@ -23,15 +21,15 @@ from fusedstep._matrix.muon_groups import (
     parts_of,
     starts_aol,
 )
-from fusedstep._matrix.native_stages import NativeBatches
+from fusedstep._matrix.native_batches import NativeBatches
 from fusedstep._matrix.near_shapes import Shape, joined, newton_schulz_operations
 from fusedstep._matrix.newton_schulz import coefficients_of, fits_engine, takes_gram_form
-from fusedstep._matrix.operands import Parts, StepsMatrices, operands_of
-from fusedstep._matrix.together import BatchShare, Together, size_of_batches
-from fusedstep._matrix.whole_batches import WholeBatches
+from fusedstep._matrix.operands import operands_of
+from fusedstep._matrix.together import BatchShare, Together
 from fusedstep._sharding.dtensor import is_dtensor, local
 from fusedstep._sharding.exchange import cut_of, is_gathered
 from fusedstep._state.states import StateStore
+from fusedstep._step.owner import Owner
 from fusedstep._step.plan import same
 
 #: Elements that go through the products together at most. More do not fill a device better, and
@@ -61,7 +59,7 @@ class Arrangement(NamedTuple):
     weights: list[Tensor]
     options: list[Any] | None
     """Those that have passed checks; None where a step has to look again."""
-    native: list[tuple[list[Together], NativeBatches]]
+    native: list[NativeBatches]
     """Batches that the native engine steps together where dtypes and gradients allow it."""
     batches: list[Together]
     cut_alike: dict[Any, list[int]]
@@ -69,7 +67,7 @@ class Arrangement(NamedTuple):
 
 
 def last_arrangement(
-    optimizer: StepsMatrices, group: dict[str, Any], weights: list[Tensor]
+    optimizer: Owner, group: dict[str, Any], weights: list[Tensor]
 ) -> Arrangement | None:
     """The arrangement of the last step, if nothing has changed since but floats."""
     operands = optimizer._memory.get(weights[0])
@@ -79,12 +77,12 @@ def last_arrangement(
     return None
 
 
-def _passed_options(optimizer: StepsMatrices, group: dict[str, Any]) -> list[Any] | None:
+def _passed_options(optimizer: Owner, group: dict[str, Any]) -> list[Any] | None:
     """The options that have passed checks: another object if one has changed."""
     return optimizer._passed.get(id(group["params"]))
 
 
-def arrange(optimizer: StepsMatrices, group: dict[str, Any], weights: list[Tensor]) -> Arrangement:
+def arrange(optimizer: Owner, group: dict[str, Any], weights: list[Tensor]) -> Arrangement:
     """Arranges the weights of a group anew. The arrangement is kept if it can last."""
     store = optimizer._store
     alone: list[int] = []
@@ -110,31 +108,19 @@ def arrange(optimizer: StepsMatrices, group: dict[str, Any], weights: list[Tenso
 
 def _in_chains(
     group: dict[str, Any], batches: list[Together]
-) -> tuple[list[tuple[list[Together], NativeBatches]], list[Together]]:
+) -> tuple[list[NativeBatches], list[Together]]:
     """Batches that the native engine may step together, by dtype and device, and all others."""
-    alike: dict[Any, list[list[Together]]] = {}
-    others = []
+    alike: dict[Any, list[Together]] = {}
+    others: list[Together] = []
     for batch in batches:
-        if not _may_chain(group, batch):
-            others.append(batch)
-            continue
-        lists = alike.setdefault((batch.weights[0].device, batch.weights[0].dtype), [])
-        most = _most_together(batch.weights[0].device)
-        if not lists or size_of_batches([*lists[-1], batch]) > most:
-            lists.append([])
-        lists[-1].append(batch)
-    together = itertools.chain.from_iterable(alike.values())
-    return [(some, _new_native(group, some)) for some in together], others
-
-
-def _new_native(group: dict[str, Any], batches: list[Together]) -> NativeBatches:
-    shares = [share for batch in batches for share in batch.shares]
-    forms = [[part.form for _, part in share.parts] for share in shares]
-    found = zip(*(batch.parts_of(batch.moving) for batch in batches), strict=True)
-    parts = Parts(*(list(itertools.chain.from_iterable(each)) for each in found))
-    if has_choice(group):
-        return ChosenBatches(forms, parts)
-    return WholeBatches([part.shape for share in shares for _, part in share.parts], forms, parts)
+        key = batch.weights[0].device, batch.weights[0].dtype
+        (alike.setdefault(key, []) if _may_chain(group, batch) else others).append(batch)
+    native = []
+    for (device, _), some in alike.items():
+        sizes = {index: sum(map(Tensor.numel, each.weights)) for index, each in enumerate(some)}
+        for indices in _in_lists(sizes, _most_together(device)):
+            native.append(NativeBatches(group, [some[index] for index in indices]))
+    return native, others
 
 
 def _may_chain(group: dict[str, Any], batch: Together) -> bool:
@@ -154,7 +140,7 @@ def _may_chain(group: dict[str, Any], batch: Together) -> bool:
 
 
 def _new_batch(
-    optimizer: StepsMatrices, group: dict[str, Any], places: list[int], weights: list[Tensor]
+    optimizer: Owner, group: dict[str, Any], places: list[int], weights: list[Tensor]
 ) -> Together:
     shares: dict[Shape | None, list[tuple[int, Part]]] = {}
     for index, p in enumerate(weights):

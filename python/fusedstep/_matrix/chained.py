@@ -78,12 +78,14 @@ class ChainedBatches:
         self._memory: list[Tensor] = []
         self._kind: Any = None
 
-    def take(self, scratch: Scratch, options: StepOptions, updates: torch.dtype) -> None:
+    def take(self, scratch: Scratch, options: StepOptions, weights: torch.dtype) -> None:
         """Takes all memory of a step: what the step before has taken, if there is no other user.
 
-        ``updates``: the dtype of the updates.
+        ``weights``: the dtype of the weights.
         """
         size, device = (sum(self._sizes),), self._device
+        updates = updates_dtype(weights, options.group.get("ns_dtype"))
+        assert updates is not None
         products, steps, is_aol = options.products, options.steps, options.starts_aol
         kind = updates, products, steps, is_aol
         update = scratch.take("update", size, updates, device)

@@ -5,28 +5,31 @@ from __future__ import annotations
 from torch import Tensor
 
 from fusedstep._matrix.moves import Move
-from fusedstep._matrix.operands import (
-    Moving,
-    StepsMatrices,
-    operands_of,
-    with_grads,
-    write_operands,
-)
+from fusedstep._matrix.muon_step import Stages
+from fusedstep._matrix.newton_schulz import Scratch
+from fusedstep._matrix.operands import Moving, operands_of, with_grads, write_operands
 from fusedstep._matrix.passes import are_taken
 from fusedstep._matrix.rows import AllRows, ChosenRows
 from fusedstep._matrix.step_options import StepOptions
 from fusedstep._matrix.together import Together, keep_moments, moments_of
+from fusedstep._state.storage import way_of
+from fusedstep._step.owner import Owner
 from fusedstep._step.program import Pass
 
 
-class LocalStages:
+class LocalStages(Stages):
     """The stages of a batch. On a GPU the first and the last are native passes if these take it."""
 
     def __init__(
-        self, optimizer: StepsMatrices, options: StepOptions, batch: Together, grads: list[Tensor]
+        self,
+        optimizer: Owner,
+        options: StepOptions,
+        scratch: Scratch,
+        batch: Together,
+        grads: list[Tensor],
     ) -> None:
         """``grads``: of the weights of the batch."""
-        self._optimizer, self._options = optimizer, options
+        self._optimizer, self._options, self._scratch = optimizer, options, scratch
         self._batch, self._grads = batch, grads
 
     def begin(self) -> list[Moving]:
@@ -39,7 +42,7 @@ class LocalStages:
         return self._moving
 
     def average(self) -> None:
-        batch, options, scratch = self._batch, self._options, self._optimizer._scratch
+        batch, options, scratch = self._batch, self._options, self._scratch
         parts = self._parts = batch.parts_of(self._moving)
         self._is_native = not batch.is_padded and are_taken(*parts)
         rows = ChosenRows if options.has_choice else AllRows
@@ -47,7 +50,7 @@ class LocalStages:
         self._rows.average(self._moving, parts)
 
     def orthogonalize(self) -> Pass:
-        batch, options, scratch = self._batch, self._options, self._optimizer._scratch
+        batch, options, scratch = self._batch, self._options, self._scratch
         self._moments = moments_of(options.group, batch.shares, self._moving)
         self._directions = batch.parts_in(self._rows.directions(self._moments))
         self._move = Move(options, scratch, self._parts.values, self._is_native)
@@ -57,9 +60,16 @@ class LocalStages:
         batch, options = self._batch, self._options
         self._rows.write()
         keep_moments(batch.shares, self._moving, self._moments)
-        factors = options.factors(self._optimizer._ratio, batch.shapes)
-        self._move.take(self._directions, factors)
+        self._move.take(self._directions, options.factors(batch.shapes))
 
     def finish(self) -> None:
         if not self._batch.moving:  # as it is, weights and states are the operands
             write_operands(self._optimizer, self._options.group, self._moving)
+
+    def kept_by_finish(self) -> list[Tensor]:
+        if self._batch.moving:
+            return []  # ``move`` allocates nothing
+        group, kind_of = self._options.group, self._optimizer._store.kind_of
+        pairs = [(each.weight, each.kept) for each in self._moving]
+        copied = [pair for pair in pairs if way_of(group, pair[0]) or kind_of(group, pair[0])]
+        return [each for p, kept in copied for each in (p, *kept.values())]

@@ -1,22 +1,16 @@
-"""The operands of weights whose matrices a step takes through products, and their optimizer."""
+"""The operands of weights, whose matrices a step takes through products."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fusedstep._matrix.newton_schulz import Scratch
 from fusedstep._sharding.dtensor import is_dtensor, local
-from fusedstep._state.checks import CheckedOperands
 from fusedstep._state.counts import count_steps
-from fusedstep._state.states import StateStore
 from fusedstep._state.storage import seed_of
-from fusedstep._step.program import StepsWork
-from fusedstep._step.sums import SpreadWeights
-from fusedstep._step.undo import Progress
+from fusedstep._step.owner import Owner
 
 
 class Moving(NamedTuple):
@@ -42,42 +36,8 @@ class Parts(NamedTuple):
     grads: list[Tensor]
 
 
-class StepsMatrices(StepsWork, Protocol):
-    """An optimizer of matrices, as their step knows it."""
-
-    _store: StateStore
-    _memory: dict[Tensor, CheckedOperands | None]
-    _progress: Progress
-
-    @property
-    def _scratch(self) -> Scratch: ...
-
-    @property
-    def _passed(self) -> dict[int, list[Any]]: ...
-
-    def _spread_weights(self) -> SpreadWeights: ...
-
-    def _widened(
-        self, group: dict[str, Any], weight: Tensor, state: dict[str, Tensor]
-    ) -> Tensor: ...
-
-    def _write_back(
-        self, group: dict[str, Any], weight: Tensor, wide: Tensor, state: dict[str, Tensor]
-    ) -> None: ...
-
-    def _as_muon(self, group: dict[str, Any]) -> dict[str, Any]: ...
-
-    def _takes_batches(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-    ) -> bool: ...
-
-    def _ratio(self, group: dict[str, Any], shape: Sequence[int]) -> float: ...
-
-    def _second_step(self, group: dict[str, Any], moving: list[Moving]) -> Callable[[], None]: ...
-
-
 def operands_of(
-    optimizer: StepsMatrices, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    optimizer: Owner, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
 ) -> list[Moving]:
     """The operands of what this process has of weights of one dtype."""
     moving = []
@@ -95,7 +55,7 @@ def with_grads(known: list[Moving], grads: list[Tensor]) -> list[Moving]:
     return [Moving(*each[:-1], grad) for each, grad in zip(known, grads, strict=True)]
 
 
-def write_operands(optimizer: StepsMatrices, group: dict[str, Any], moving: list[Moving]) -> None:
+def write_operands(optimizer: Owner, group: dict[str, Any], moving: list[Moving]) -> None:
     """Puts moved values, and averages, where weights and states keep them."""
     for each in moving:
         if seed_of(group, each.weight) is not None:

@@ -80,18 +80,6 @@ def average_into(
     increment_version(averages)
 
 
-def updates_into(
-    averages: list[Tensor],
-    grads: list[Tensor],
-    updates: Sequence[Tensor],
-    share: float,
-    lead: float,
-) -> None:
-    """Writes the updates of ``average_into`` on a CPU, and leaves the averages as they are."""
-    run = torch.ops.fusedstep.updates_into.default
-    run(averages, grads, updates, share, lead, lead != 1)
-
-
 def sums_size(x: list[Tensor]) -> int:
     """The numbers of float32 that ``normalize_into`` needs for batches ``[B, M, N]``."""
     return torch.ops.fusedstep.normalize_sums.default(x)
@@ -117,99 +105,4 @@ def decay_and_add(
 ) -> None:
     """Multiplies weights by a number, and adds directions times their factors."""
     torch.ops.fusedstep.decay_and_add.default(weights, directions, keep, factors)
-    increment_version(weights)
-
-
-def advance_and_move(
-    averages: list[Tensor],
-    grads: list[Tensor],
-    weights: list[Tensor],
-    directions: Sequence[Tensor],
-    share: float,
-    keep: float,
-    factors: list[float],
-) -> None:
-    """Takes a share of gradients into averages, and moves weights as ``decay_and_add``: on a CPU.
-
-    It is one call, which finds all of its memory before it writes.
-    """
-    run = torch.ops.fusedstep.advance_and_move.default
-    run(averages, grads, weights, directions, share, keep, factors)
-    increment_version(averages)
-    increment_version(weights)
-
-
-def choose_into(
-    sums: list[Tensor],
-    grads: list[Tensor],
-    updates: Tensor,
-    memory: Tensor,
-    forms: list[int],
-    momentum: float,
-    maximizes: bool,
-) -> None:
-    """Adds gradients to sums, and writes the rows or columns with the largest norms to updates.
-
-    These lie one behind another, and are multiplied by the momentum in the sums then.
-    ``maximizes``: gradients are subtracted. ``forms``: five numbers for each tensor. They are its
-    matrices, their rows and columns, how many are chosen of each, and whether rows are. ``memory``:
-    as ``choice_memory`` says; it has the choice then, for ``move_chosen``.
-    """
-    run = torch.ops.fusedstep.choose_into.default
-    run(sums, grads, updates, memory, forms, momentum, maximizes)
-    increment_version(sums)
-
-
-def choice_memory(forms: list[int]) -> int:
-    """The numbers of float64 that ``choose_into`` needs on its device."""
-    return torch.ops.fusedstep.choice_memory.default(forms)
-
-
-def move_chosen(
-    weights: list[Tensor],
-    directions: Sequence[Tensor],
-    memory: Tensor,
-    forms: list[int],
-    keep: float,
-    factors: list[float],
-) -> None:
-    """As ``decay_and_add``, with directions of the rows or columns that ``choose_into`` chose."""
-    run = torch.ops.fusedstep.move_chosen.default
-    run(weights, directions, memory, forms, keep, factors)
-    increment_version(weights)
-
-
-def chosen_updates_into(
-    sums: list[Tensor],
-    grads: list[Tensor],
-    updates: Tensor,
-    memory: Tensor,
-    forms: list[int],
-    maximizes: bool,
-) -> None:
-    """Writes the updates of ``choose_into`` on a CPU, and leaves the sums as they are."""
-    run = torch.ops.fusedstep.chosen_updates_into.default
-    run(sums, grads, updates, memory, forms, maximizes)
-
-
-def advance_and_move_chosen(
-    sums: list[Tensor],
-    grads: list[Tensor],
-    weights: list[Tensor],
-    directions: Sequence[Tensor],
-    memory: Tensor,
-    forms: list[int],
-    momentum: float,
-    maximizes: bool,
-    keep: float,
-    factors: list[float],
-) -> None:
-    """Writes the sums of ``choose_into``, and moves weights as ``move_chosen``: on a CPU.
-
-    It is one call, which finds all of its memory before it writes.
-    """
-    run = torch.ops.fusedstep.advance_and_move_chosen.default
-    operands = sums, grads, weights, directions, memory, forms
-    run(*operands, momentum, maximizes, keep, factors)
-    increment_version(sums)
     increment_version(weights)

@@ -78,47 +78,33 @@ class AllRows:
             advance(self._options, self._advances)
 
 
-class ChosenRows:
+class ChosenRows(AllRows):
     """As ``AllRows``, of the rows or columns that are chosen; directions of all others are 0."""
-
-    def __init__(
-        self, options: StepOptions, scratch: Scratch, batch: Together, is_native: bool
-    ) -> None:
-        self._options, self._scratch, self._batch = options, scratch, batch
-        self._is_native = is_native
 
     def average(self, moving: list[Moving], parts: Parts) -> None:
         """Adds gradients to copies of the averages, which ``write`` copies back."""
-        like, matrices = parts.averages[0], self._batch.matrices
-        self._averages, device = parts.averages, like.device
-        self._sums = memory_of(self._scratch, "gathered sums", matrices, like.dtype, device)
-        sums = self._batch.parts_in(self._sums)
+        like, self._averages = parts.averages[0], parts.averages
+        memory = "gathered sums", self._batch.matrices, like.dtype, like.device
+        self._updates = memory_of(self._scratch, *memory)
+        sums = self._batch.parts_in(self._updates)
         for average, grad, out in zip(parts.averages, parts.grads, sums, strict=True):
             torch.add(average, grad, out=out)
 
     def directions(self, moments: list[Tensor]) -> list[Tensor]:
-        options, sums = self._options, self._sums
-        dtype, device = sums[0].dtype, sums[0].device
-        kind = options.products if _moves_along(options, dtype, self._is_native) else dtype
+        options, sums = self._options, self._updates
+        moves_along = _moves_along(options, sums[0].dtype, self._is_native)
+        kind = options.products if moves_along else sums[0].dtype
         chosen = [Chosen.among(options.group, x) for x in sums]
-        found = orthogonal_chosen(options, self._scratch, sums, chosen, kind)
-        for x, each, new in zip(found, chosen, moments, strict=False):
-            own = each.take(new)
-            normalize_rows(x, own, beta2_of(options.group))
-            each.put(new, own)
-        directions = memory_of(self._scratch, "direction", self._batch.matrices, kind, device)
-        for out, each, x in zip(directions, chosen, found, strict=True):
-            each.put(out.zero_(), x)
-        return directions
+        return directions_of_chosen(options, self._scratch, sums, chosen, kind, moments)
 
     def write(self) -> None:
-        torch._foreach_copy_(self._averages, list(self._batch.parts_in(self._sums)))
+        torch._foreach_copy_(self._averages, list(self._batch.parts_in(self._updates)))
 
 
 def memory_of(
     scratch: Scratch,
     use: str,
-    shapes: list[tuple[int, int, int]],
+    shapes: Sequence[Sequence[int]],
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Tensor]:
@@ -182,14 +168,18 @@ def orthogonal(options: StepOptions, scratch: Scratch, update: Tensor) -> Tensor
     return orthogonalize(x, options.steps, scratch, options.starts_aol)
 
 
-def orthogonal_chosen(
+def directions_of_chosen(
     options: StepOptions,
     scratch: Scratch,
     sums: list[Tensor],
     chosen: list[Chosen],
     dtype: torch.dtype,
+    moments: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """The orthogonalized rows or columns that are chosen, in a dtype; decays them in place."""
+    """The directions of chosen rows or columns, in a dtype, with zeros for all others.
+
+    What is chosen of the sums decays. ``moments``: as ``AllRows.directions`` has them.
+    """
     shapes = [each.shape(x.shape) for each, x in zip(chosen, sums, strict=True)]
     wide, device = sums[0].dtype, sums[0].device
     taken = memory_of(scratch, "chosen", shapes, wide, device)
@@ -197,7 +187,15 @@ def orthogonal_chosen(
     for x, each, own, new in zip(sums, chosen, taken, decayed, strict=True):
         each.take(x, own)
         each.put(x, torch.mul(own, options.momentum, out=new))
-    return [x.to(dtype) for x in _orthogonal_together(options, scratch, taken)]
+    found = [x.to(dtype) for x in _orthogonal_together(options, scratch, taken)]
+    for x, each, new in zip(found, chosen, moments, strict=False):
+        own = each.take(new)
+        normalize_rows(x, own, beta2_of(options.group))
+        each.put(new, own)
+    directions = memory_of(scratch, "direction", [x.shape for x in sums], dtype, device)
+    for out, each, x in zip(directions, chosen, found, strict=True):
+        each.put(out.zero_(), x)
+    return directions
 
 
 def _orthogonal_together(
@@ -205,13 +203,13 @@ def _orthogonal_together(
 ) -> list[Tensor]:
     """As ``orthogonal``: by one chain of products where the native engine takes all."""
     first, asked = updates[0], options.group.get("ns_dtype")
-    narrow = updates_dtype(first.dtype, asked)
     fits = first.is_cpu or all(fits_engine(*x.shape[1:]) for x in updates)
     kinds = first.dtype, asked, options.products
-    if not (fits and narrow and takes_batches_of(first.device, *kinds)):
+    has_updates = updates_dtype(first.dtype, asked) is not None
+    if not (fits and has_updates and takes_batches_of(first.device, *kinds)):
         return [update.copy_(orthogonal(options, scratch, update)) for update in updates]
     shapes = [(len(x), *x.shape[1:]) for x in updates]
     chain = ChainedBatches(shapes, [[shape] for shape in shapes], first.device)
-    chain.take(scratch, options, narrow)
+    chain.take(scratch, options, first.dtype)
     torch._foreach_copy_(chain.updates, updates)
     return chain.orthogonalize(options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -13,29 +13,16 @@ from fusedstep._matrix.chosen import has_choice
 from fusedstep._matrix.muon_groups import ns_dtype_of, starts_aol
 from fusedstep._matrix.newton_schulz import coefficients_of
 
+#: The factor of a group's learning rate for a matrix: its rows, and all other dimensions.
+Ratio = Callable[[dict[str, Any], Sequence[int]], float]
+
 
 class StepOptions:
     """The options of a group for the matrices on one device, as numbers."""
 
-    __slots__ = (
-        "adds_eps",
-        "decay",
-        "eps",
-        "group",
-        "has_choice",
-        "is_cautious",
-        "lead",
-        "lr",
-        "maximizes",
-        "momentum",
-        "products",
-        "starts_aol",
-        "steps",
-    )
-
-    def __init__(self, group: dict[str, Any], device: torch.device) -> None:
+    def __init__(self, group: dict[str, Any], device: torch.device, ratio: Ratio) -> None:
         """``device``: that of the products."""
-        self.group = group
+        self.group, self._ratio = group, ratio
         self.lr, self.momentum = float(group["lr"]), float(group["momentum"])
         self.lead = self.momentum if group["nesterov"] else 1.0
         """How far an update is on the way from the gradient to the average."""
@@ -53,10 +40,6 @@ class StepOptions:
         """The gradients of a step, negated where it maximizes."""
         return list(torch._foreach_neg(grads)) if self.maximizes else grads
 
-    def factors(
-        self,
-        ratio: Callable[[dict[str, Any], tuple[int, ...]], float],
-        shapes: Iterable[tuple[int, ...]],
-    ) -> list[float]:
-        """What directions are multiplied by; ``ratio``: the factor of the rate by a shape."""
-        return list(map(cache(lambda shape: -self.lr * ratio(self.group, shape)), shapes))
+    def factors(self, shapes: Iterable[tuple[int, ...]]) -> list[float]:
+        """What directions are multiplied by; ``shapes``: those of the matrices of each."""
+        return list(map(cache(lambda shape: -self.lr * self._ratio(self.group, shape)), shapes))

@@ -100,11 +100,6 @@ def parts_of_batches(batches: list[Together], tensors: list[Tensor]) -> list[Ten
     ]
 
 
-def size_of_batches(batches: list[Together]) -> int:
-    """The elements of the weights of batches."""
-    return sum(p.numel() for batch in batches for p in batch.weights)
-
-
 def moments_of(
     group: dict[str, Any], shares: list[BatchShare], moving: list[Moving]
 ) -> list[Tensor]:

@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
-from fusedstep._api.matrix_steps import MuonSteps
 from fusedstep._matrix.muon_groups import (
     MUON,
     MUON_OWN,
@@ -17,6 +16,7 @@ from fusedstep._matrix.muon_groups import (
     rows_shape,
     uses_muon,
 )
+from fusedstep._matrix.muon_steps import MuonSteps
 from fusedstep._options.kinds import Options, check_ranges
 from fusedstep._options.shared import SHARED
 from fusedstep._state.kinds import State, States

@@ -10,8 +10,8 @@ from torch.optim.optimizer import ParamsT
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusedstep._api.base import FusedOptimizer
-from fusedstep._api.matrix_steps import MuonSteps
 from fusedstep._matrix.muon_groups import MUON_OWN, check_muon_options, is_of_muon, uses_muon
+from fusedstep._matrix.muon_steps import MuonSteps
 from fusedstep._matrix.operands import Moving
 from fusedstep._matrix.second_step import Operands, SecondSteps
 from fusedstep._options.kinds import (
@@ -26,7 +26,6 @@ from fusedstep._options.kinds import (
 from fusedstep._options.shared import SHARED, own_option
 from fusedstep._sharding.dtensor import local
 from fusedstep._state.kinds import State, States
-from fusedstep._step.plan import same
 from fusedstep._step.support import why_not_native
 from fusedstep.optim.sgd import SGD
 
@@ -255,30 +254,17 @@ class MuSGD(MuonSteps, SGD):
         self, group: dict[str, Any], weights: list[Tensor], grads: Sequence[Tensor] = ()
     ) -> bool:
         asks = uses_muon(group) and own_option(group, "fused")
-        if asks and (reason := self._why_no_kernels(group, weights)):
+        if asks and (reason := why_not_native(weights)):
             raise RuntimeError(reason)
         return super()._is_native(group, weights, grads)
 
     def _forget_plans(self) -> None:
         super()._forget_plans()
-        self._with_kernels: dict[int, list[Tensor]] = {}  # weights, by id() of a group's list
         self._second_steps = SecondSteps(self._rule, "momentum_buffer")
 
-    def _why_no_kernels(self, group: dict[str, Any], weights: list[Tensor]) -> str | None:
-        """As why_not_native(), which takes microseconds a weight: the last answer is kept."""
-        place = id(group["params"])
-        if same(weights, self._with_kernels.get(place, [])):
-            return None
-        reason = why_not_native(weights)
-        if reason is None:
-            self._with_kernels[place] = list(weights)
-        return reason
-
-    def _takes_batches(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-    ) -> bool:
+    def _takes_batches(self, weights: list[Tensor], grads: list[Tensor]) -> bool:
         is_other = any(map(is_traceable_wrapper_subclass, grads))
-        return not (is_other or self._why_no_kernels(group, weights))
+        return not is_other and why_not_native(weights) is None
 
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]

@@ -5,7 +5,7 @@ import torch
 
 from fusedstep import optim
 from fusedstep._matrix import arrangement, local_stages, moves, rows
-from fusedstep._matrix.native_stages import NativeStages
+from fusedstep._matrix.native_batches import NativeStages
 from fusedstep._native import ops
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -242,7 +242,7 @@ def chains(monkeypatch):
     seen, begin = [], NativeStages.begin
 
     def noted(self):
-        seen.append([tuple(p.shape) for batch in self._batches for p in batch.weights])
+        seen.append([tuple(p.shape) for batch in self._native.batches for p in batch.weights])
         return begin(self)
 
     monkeypatch.setattr(NativeStages, "begin", noted)

@@ -11,7 +11,7 @@ import torch
 
 import fusedstep
 from fusedstep import optim
-from fusedstep._matrix import muon_program
+from fusedstep._matrix import muon_steps
 from fusedstep._matrix.newton_schulz import coefficients_of
 from fusedstep.memory.plan import Choice, state_bytes
 from reference.muon import QUINTIC
@@ -436,8 +436,8 @@ CHANGES = {
 def test_batches_are_kept_while_nothing_changes(change, cls, monkeypatch):
     """The step after is that of an optimizer that has kept nothing."""
     shapes, arranged = [(8, 8), (8, 8), (8, 24)], []
-    original = muon_program.arrange
-    monkeypatch.setattr(muon_program, "arrange", lambda *of: arranged.append(1) or original(*of))
+    original = muon_steps.arrange
+    monkeypatch.setattr(muon_steps, "arrange", lambda *of: arranged.append(1) or original(*of))
     options = {"use_muon": True, "momentum": 0.9, "ns_dtype": torch.float32}
     params = parameters(shapes)
     optimizer = cls(params, lr=0.02, **options)

@@ -12,9 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fusedstep import optim
 from fusedstep._matrix import arrangement
 from fusedstep._matrix.chosen import Chosen, largest, norms_of
-from fusedstep._matrix.chosen_batches import ChosenBatches
 from fusedstep._matrix.local_stages import LocalStages
-from fusedstep._matrix.native_stages import NativeStages
+from fusedstep._matrix.native_batches import ChosenStages
 from fusedstep._matrix.newton_schulz import has_engine
 from fusedstep._native import ops
 from reference.dion2 import dion2
@@ -235,14 +234,13 @@ def test_values_of_bfloat16_weights_are_kept(options, fused):
 
 def chains(monkeypatch):
     """The shapes of weights of which native passes choose rows, at each call."""
-    seen, begin = [], NativeStages.begin
+    seen, begin = [], ChosenStages.begin
 
     def noted(self):
-        if isinstance(self._native, ChosenBatches):
-            seen.append([tuple(p.shape) for batch in self._batches for p in batch.weights])
+        seen.append([tuple(p.shape) for batch in self._native.batches for p in batch.weights])
         return begin(self)
 
-    monkeypatch.setattr(NativeStages, "begin", noted)
+    monkeypatch.setattr(ChosenStages, "begin", noted)
     return seen
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fusedstep import optim
-from fusedstep._matrix.native_stages import NativeStages
+from fusedstep._matrix.native_batches import NativeStages
 from fusedstep._native import ops
 from support.matrices import assert_moved_alike, largest_allocation, parameters
 
@@ -105,7 +105,7 @@ def test_the_native_engine_takes_parts_of_all_shapes_together(cls, monkeypatch):
     seen, begin = [], NativeStages.begin
 
     def noted(self):
-        seen.append([shape for batch in self._batches for shape in batch.matrices])
+        seen.append([shape for batch in self._native.batches for shape in batch.matrices])
         return begin(self)
 
     monkeypatch.setattr(NativeStages, "begin", noted)
