@@ -22,7 +22,8 @@ from unittest.mock import patch
 import torch
 
 from fusedstep._matrix import arrangement
-from fusedstep._matrix.newton_schulz import Scratch, coefficients_of, orthogonalize, usual_dtype
+from fusedstep._matrix.coefficients import coefficients_of
+from fusedstep._matrix.newton_schulz import Scratch, orthogonalize, usual_dtype
 from fusedstep.optim import Muon
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from fusedstep import optim
-from fusedstep._matrix.newton_schulz import Scratch, coefficients_of, orthogonalize, usual_dtype
+from fusedstep._matrix.coefficients import coefficients_of
+from fusedstep._matrix.newton_schulz import Scratch, orthogonalize, usual_dtype
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from probes import muon_training

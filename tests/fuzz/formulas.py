@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedstep._matrix.newton_schulz import coefficients_of
+from fusedstep._matrix.coefficients import coefficients_of
 from fuzz import oracle
 from fuzz.bounded import Arithmetic, Bounded
 from reference.adafactor import adafactor

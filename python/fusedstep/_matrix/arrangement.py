@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fusedstep._matrix.chained import AT_ONCE, takes_batches_of, updates_dtype
 from fusedstep._matrix.chosen import has_choice
+from fusedstep._matrix.coefficients import coefficients_of
 from fusedstep._matrix.muon_groups import (
     Part,
     form_of,
@@ -23,7 +24,7 @@ from fusedstep._matrix.muon_groups import (
 )
 from fusedstep._matrix.native_batches import NativeBatches
 from fusedstep._matrix.near_shapes import Shape, joined, newton_schulz_operations
-from fusedstep._matrix.newton_schulz import coefficients_of, fits_engine, takes_gram_form
+from fusedstep._matrix.newton_schulz import fits_engine, takes_gram_form
 from fusedstep._matrix.operands import operands_of
 from fusedstep._matrix.together import BatchShare, Together
 from fusedstep._sharding.dtensor import is_dtensor, local

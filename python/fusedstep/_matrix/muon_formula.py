@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedstep._matrix.chosen import Chosen, has_choice
+from fusedstep._matrix.coefficients import coefficients_of
 from fusedstep._matrix.muon_groups import (
     beta2_of,
     keeps_range,
@@ -17,7 +18,7 @@ from fusedstep._matrix.muon_groups import (
     starts_aol,
     to_divisors,
 )
-from fusedstep._matrix.newton_schulz import LEAST_SUM, coefficients_of
+from fusedstep._matrix.newton_schulz import LEAST_SUM
 from fusedstep._matrix.step_options import Ratio
 
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedstep._matrix.newton_schulz import coefficients_of, usual_dtype
+from fusedstep._matrix.coefficients import coefficients_of
+from fusedstep._matrix.newton_schulz import usual_dtype
 from fusedstep._options.kinds import (
     Betas,
     Count,

@@ -14,7 +14,7 @@ from torch import Tensor
 from fusedstep._matrix.chained import ChainedBatches, takes_batches_of, updates_dtype
 from fusedstep._matrix.chosen import Chosen
 from fusedstep._matrix.muon_groups import beta2_of, keeps_range, norm_dtype, to_divisors
-from fusedstep._matrix.newton_schulz import Scratch, fits_engine, normalize_rows, orthogonalize
+from fusedstep._matrix.newton_schulz import Scratch, fits_engine, orthogonalize
 from fusedstep._matrix.operands import Moving, Parts
 from fusedstep._matrix.passes import average_into, has_pass, normalize_into, take_sums
 from fusedstep._matrix.step_options import StepOptions
@@ -69,7 +69,7 @@ class AllRows:
             x = orthogonal(self._options, self._scratch, update)
             directions.append(x if stays else own.copy_(x))
         for x, new in zip(directions, moments, strict=False):
-            normalize_rows(x, new, beta2_of(self._options.group))
+            _normalize_rows(x, new, beta2_of(self._options.group))
         return directions
 
     def write(self) -> None:
@@ -99,6 +99,25 @@ class ChosenRows(AllRows):
 
     def write(self) -> None:
         torch._foreach_copy_(self._averages, list(self._batch.parts_in(self._updates)))
+
+
+#: NorMuon's eps: added to roots and norms that are divided by.
+_NORMUON_EPS = 1e-10
+
+
+def _normalize_rows(x: Tensor, moments: Tensor, beta2: float) -> None:
+    """Gives the rows of matrices ``[B, M, N]`` one size, as NorMuon does, in place.
+
+    ``moments`` [B, M, 1], running averages of the mean squares of rows, are taken forward. The
+    norms of the matrices stay: they and their new ones follow from those of rows.
+    """
+    norms = torch.linalg.vector_norm(x, dim=2, keepdim=True, dtype=moments.dtype)
+    moments.lerp_(norms.square() / max(x.shape[2], 1), 1 - beta2)
+    factors = 1 / moments.sqrt().add_(_NORMUON_EPS)
+    whole, new = (
+        torch.linalg.vector_norm(each, dim=1, keepdim=True) for each in (norms, norms * factors)
+    )
+    x.mul_(factors * (whole / new.add_(_NORMUON_EPS)))
 
 
 def memory_of(
@@ -190,7 +209,7 @@ def directions_of_chosen(
     found = [x.to(dtype) for x in _orthogonal_together(options, scratch, taken)]
     for x, each, new in zip(found, chosen, moments, strict=False):
         own = each.take(new)
-        normalize_rows(x, own, beta2_of(options.group))
+        _normalize_rows(x, own, beta2_of(options.group))
         each.put(new, own)
     directions = memory_of(scratch, "direction", [x.shape for x in sums], dtype, device)
     for out, each, x in zip(directions, chosen, found, strict=True):

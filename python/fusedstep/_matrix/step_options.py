@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fusedstep._matrix.chosen import has_choice
+from fusedstep._matrix.coefficients import coefficients_of
 from fusedstep._matrix.muon_groups import ns_dtype_of, starts_aol
-from fusedstep._matrix.newton_schulz import coefficients_of
 
 #: The factor of a group's learning rate for a matrix: its rows, and all other dimensions.
 Ratio = Callable[[dict[str, Any], Sequence[int]], float]

@@ -5,7 +5,8 @@ import torch
 
 from fusedstep import optim
 from fusedstep._matrix import newton_schulz
-from fusedstep._matrix.newton_schulz import Chain, Scratch, coefficients_of, orthogonalize
+from fusedstep._matrix.coefficients import coefficients_of
+from fusedstep._matrix.newton_schulz import Chain, Scratch, orthogonalize
 from reference.orthogonal import almost_orthogonal, iterated
 from support.matrices import error
 

@@ -12,7 +12,7 @@ import torch
 import fusedstep
 from fusedstep import optim
 from fusedstep._matrix import muon_steps
-from fusedstep._matrix.newton_schulz import coefficients_of
+from fusedstep._matrix.coefficients import coefficients_of
 from fusedstep.memory.plan import Choice, state_bytes
 from reference.muon import QUINTIC
 from reference.orthogonal import iterated

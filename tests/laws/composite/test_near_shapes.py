@@ -5,8 +5,9 @@ import torch
 
 from fusedstep import optim
 from fusedstep._matrix import arrangement, rows
+from fusedstep._matrix.coefficients import coefficients_of
 from fusedstep._matrix.near_shapes import joined, newton_schulz_operations
-from fusedstep._matrix.newton_schulz import coefficients_of, takes_gram_form
+from fusedstep._matrix.newton_schulz import takes_gram_form
 from support.stepping import assert_same_bits
 
 #: Wide and tall ones, one shape twice, a stack, and long ones, convolutions among them.

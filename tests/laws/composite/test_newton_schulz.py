@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fusedstep._matrix import newton_schulz
-from fusedstep._matrix.newton_schulz import Scratch, coefficients_of, orthogonalize
+from fusedstep._matrix.coefficients import coefficients_of
+from fusedstep._matrix.newton_schulz import Scratch, orthogonalize
 from fusedstep._native import ops
 from reference.orthogonal import iterated
 from support.matrices import error

@@ -10,7 +10,7 @@ import torch
 
 import fusedstep
 from fusedstep import optim
-from fusedstep._matrix.newton_schulz import coefficients_of
+from fusedstep._matrix.coefficients import coefficients_of
 from support.cases import CASES, PLAIN
 from support.stepping import (
     as_parameters,
