@@ -19,7 +19,7 @@ OWN = {name for cls in classes for name in (*cls._option_kinds, *cls._state_kind
 
 #: Modules of one family of optimizers, of other libraries' options, of torch's functions, and the
 #: records that several optimizers share.
-OF_SOME = {"matrix_steps.py", "foreign.py", "functional.py", "shared.py", "docs.py"}
+OF_SOME = {"foreign.py", "functional.py", "shared.py", "docs.py"}
 
 #: Texts that mean no option: a typecode of arrays, a stand-in for any state, the one option that
 #: tells whether a foreign form of weight decay asks for anything.
