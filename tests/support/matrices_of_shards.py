@@ -216,9 +216,16 @@ def each_matrix_is_computed_once(here):
 
 
 def transfers_are_beside_products_of_another_batch(here):
-    """The next gather has begun, and the scatter before is not waited for, as products begin."""
+    """The next gather has begun, and the scatter before is not waited for, as products begin.
+
+    A batch takes its memory when the gather of the batch before has begun.
+    """
     exchange, order = _sharded_matrices.Exchange, []
-    transfer, wholes = exchange._transfer, exchange.wholes
+    transfer, wholes, take = exchange._transfer, exchange.wholes, exchange.__init__
+
+    def takes(self, cut, batch, number, *memory):
+        order.append(("memory", number))
+        take(self, cut, batch, number, *memory)
 
     class Transfer:
         def __init__(self, what, number, work):
@@ -240,7 +247,7 @@ def transfers_are_beside_products_of_another_batch(here):
     found = Subjects(here, [([(24, 8)] * 8, Shard(0), {})])
     found.take_gradients(0)
     with (
-        mock.patch.multiple(exchange, _transfer=transfers, wholes=computes),
+        mock.patch.multiple(exchange, __init__=takes, _transfer=transfers, wholes=computes),
         batches_of_elements(200),
     ):
         found.sharded.step()
@@ -252,6 +259,7 @@ def transfers_are_beside_products_of_another_batch(here):
         assert gathered < order.index(("products", number))
         products = order.index(("products", number + 1))
         assert products < order.index(("scatter waited for", number))
+        assert order.index(("memory", number + 1)) > order.index(("gather", number))
 
 
 def memory_of_transfers_is_kept(here):
