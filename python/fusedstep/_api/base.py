@@ -62,11 +62,9 @@ from fusedstep._step.plan import Work, same
 from fusedstep._step.program import Program
 from fusedstep._step.support import why_not_native
 from fusedstep._torch_ops.imperative import (
-    MOST_COPIES,
     imperative_step,
     imperative_steps,
     rehearse,
-    size_of,
     step_on_numbers,
     widened,
     write_back,
@@ -181,7 +179,7 @@ class FusedOptimizer(Owner):
         return *map(values.__getitem__, ops.rule_options[self._rule]), group.get("maximize", False)
 
     def _is_composite(self, group: dict[str, Any]) -> bool:
-        """Returns whether a group has no native plan, and is stepped by _composite_steps()."""
+        """Returns whether a group has no native plan, and is stepped by its program."""
         return False
 
     def _products_dtype(self, group: dict[str, Any], weight: Tensor) -> torch.dtype | None:
@@ -264,19 +262,6 @@ class FusedOptimizer(Owner):
         for name, tensor in new_state.items():
             if tensor is not state[name]:
                 state[name].copy_(tensor)
-
-    def _composite_steps(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-    ) -> None:
-        """Steps the weights of a group whose step is made of several operations over all of them.
-
-        The gradients are multiplied by the factor of the step, and not negated by ``maximize``.
-        """
-        raise NotImplementedError
-
-    def _part_size(self, item: Work) -> int:
-        """The most bytes that a part of the step of a group may allocate."""
-        return MOST_COPIES * max(map(size_of, item.weights, item.grads))
 
     def _program(self, work: list[Work], factors: Factors) -> Program:
         """What a step does with work that has no plan."""

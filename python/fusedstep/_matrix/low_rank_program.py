@@ -223,7 +223,7 @@ class LowRankProgram(Program):
             others = [item for item, scratch in found if not scratch]
             for item in others:
                 if has_rank(item.group):
-                    self.optimizer._imperative_steps(item.group, item.weights, item.grads)
+                    self.step(item.group, item.weights, item.grads)
             return self._others.run([item for item in others if not has_rank(item.group)])
 
     def _run_native(self, found: list[_Pair]) -> None:

@@ -38,9 +38,8 @@ from fusedstep._state.checks import name_of
 from fusedstep._step.factors import Factors
 from fusedstep._step.owner import Owner
 from fusedstep._step.plan import Work
-from fusedstep._step.program import Pass, Program, run
+from fusedstep._step.program import MOST_COPIES, Pass, Program, run, size_of
 from fusedstep._step.sums import of_each
-from fusedstep._torch_ops.imperative import MOST_COPIES, size_of
 
 
 class MuonSteps(Owner):
@@ -124,12 +123,6 @@ class MuonSteps(Owner):
     def _program(self, work: list[Work], factors: Factors) -> Program:
         return MuonProgram(self, work, factors)
 
-    def _part_size(self, item: Work) -> int:
-        """That of a batch, if the group has batches."""
-        sizes = list(map(size_of, item.weights, item.grads))
-        batch = min(sum(sizes), MOST_BYTES) if self._is_composite(item.group) else 0
-        return MOST_COPIES * max(batch, *sizes)
-
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> None:
@@ -166,8 +159,14 @@ class MuonProgram(Program):
         self.optimizer._spread_weights().sums_of_rows(of_each(0), weights, [[] for _ in weights])
         for group, some, grads, *_ in work:
             if not (self.optimizer._is_composite(group) and self._step(group, some, grads)):
-                self.optimizer._imperative_steps(group, some, grads)
+                self.step(group, some, grads)
         return []
+
+    def part_size(self, item: Work) -> int:
+        """That of a batch, if the group has batches."""
+        sizes = list(map(size_of, item.weights, item.grads))
+        batch = min(sum(sizes), MOST_BYTES) if self.optimizer._is_composite(item.group) else 0
+        return MOST_COPIES * max(batch, *sizes)
 
     def _step(self, own: dict[str, Any], weights: list[Tensor], grads: list[Tensor]) -> bool:
         """Steps the weights of a group, or returns False if batches do not take them."""

@@ -21,6 +21,10 @@ from fusedstep._step.plan import Work
 from fusedstep._step.sums import Part
 from fusedstep._step.undo import NO_RESERVE, Reserve
 
+#: Copies of a weight and temporaries of its size that a step in torch operations has at once, with
+#: what puts back weight and states: test_out_of_memory.py has no more for all optimizers.
+MOST_COPIES = 12
+
 
 class Exchange(Protocol):
     """What a pass yields."""
@@ -35,17 +39,9 @@ Pass = Generator[Exchange, Any, None]
 class StepsWork(Protocol):
     """An optimizer, as a program knows it."""
 
-    def _is_composite(self, group: dict[str, Any]) -> bool: ...
-
-    def _composite_steps(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-    ) -> None: ...
-
     def _imperative_steps(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> None: ...
-
-    def _part_size(self, item: Work) -> int: ...
 
 
 class Program:
@@ -72,7 +68,11 @@ class Program:
             or any(not p.is_cpu or is_dtensor(p) for item in self.work for p in item.weights)
         ):
             return NO_RESERVE
-        return Reserve(max(map(self.optimizer._part_size, self.work)))
+        return Reserve(max(map(self.part_size, self.work)))
+
+    def part_size(self, item: Work) -> int:
+        """The most bytes that a part of the step of a group may allocate."""
+        return MOST_COPIES * max(map(size_of, item.weights, item.grads))
 
     def check(self) -> None:
         """Raises an error of what the step needs, when native steps have been prepared."""
@@ -92,17 +92,24 @@ class Program:
         of native steps.
         """
         for group, weights, grads, *_ in work:
-            if self.optimizer._is_composite(group):
-                self.optimizer._composite_steps(group, weights, grads)
-            else:
-                self.optimizer._imperative_steps(group, weights, grads)
+            self.step(group, weights, grads)
         return []
+
+    def step(self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]) -> None:
+        """Steps weights of a group; ``maximize`` has not negated the gradients."""
+        self.optimizer._imperative_steps(group, weights, grads)
 
     def __enter__(self) -> Program:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Lets go of what the step has held; ``error``: None if it has been taken."""
+
+
+def size_of(weight: Tensor, grad: Tensor) -> int:
+    """The bytes of a weight, or of the entries of its gradient, in the type of the maths."""
+    entries = grad._values() if grad.is_sparse else grad
+    return max(weight.numel(), entries.numel()) * max(weight.itemsize, 4)
 
 
 class Sums:

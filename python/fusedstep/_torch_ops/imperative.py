@@ -27,10 +27,6 @@ from fusedstep._step.owner import Owner
 from fusedstep._step.undo import is_out_of_memory, undone_on_error
 from fusedstep._torch_ops.trial import made_stand_ins
 
-#: Copies of a weight and temporaries of its size that a step in torch operations has at once, with
-#: what puts back weight and states: test_out_of_memory.py has no more for all optimizers.
-MOST_COPIES = 12
-
 
 def rehearse(
     optimizer: Owner, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
@@ -203,9 +199,3 @@ def write_back(
 def _long_count(step: Tensor) -> float | None:
     """The value of a step count that formulas cannot raise by one; None for others."""
     return read_count(step) if not is_compiling() and is_long(step) else None
-
-
-def size_of(weight: Tensor, grad: Tensor) -> int:
-    """The bytes of a weight, or of the entries of its gradient, in the type of the maths."""
-    entries = grad._values() if grad.is_sparse else grad
-    return max(weight.numel(), entries.numel()) * max(weight.itemsize, 4)

@@ -14,9 +14,10 @@ from fusedstep._options.shared import CAPTURABLE, EPSILON, OF_TORCH
 from fusedstep._sharding.dtensor import is_dtensor
 from fusedstep._state.counts import read_count, write_count
 from fusedstep._state.kinds import COUNT, States, plain
+from fusedstep._step.factors import Factors
 from fusedstep._step.plan import Work
+from fusedstep._step.program import MOST_COPIES, Program, size_of
 from fusedstep._step.undo import numbers_first
-from fusedstep._torch_ops.imperative import MOST_COPIES, size_of
 
 __all__ = ["Adan"]
 
@@ -150,6 +151,9 @@ class Adan(FusedOptimizer):
             return super()._launches(index, group, weights, grads)
         return [([weight], [grad]) for weight, grad in zip(weights, grads, strict=True)]
 
+    def _program(self, work: list[Work], factors: Factors) -> Program:
+        return _AdanProgram(self, work, factors)
+
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> None:
@@ -180,30 +184,6 @@ class Adan(FusedOptimizer):
         weight.addcdiv_(exp_avg_diff, denom, value=-lr * beta2 / (1 - beta2**step))
         if not group["no_prox"]:
             weight.div_(more)
-
-    def _imperative_steps(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-    ) -> None:
-        in_lists = group["foreach"] and not (group["differentiable"] or group["capturable"])
-        if (
-            not in_lists
-            or any(p.is_complex() or self._store.has_wide(group, p) for p in weights)
-            or any(self._store.kind_of(group, p) for p in weights)
-            or len(set(map(id, weights))) != len(weights)
-            or len({p.dtype == torch.float64 for p in weights}) > 1  # numbers are of one dtype
-            or any(map(is_dtensor, weights))  # which has not all operations over lists
-        ):
-            # It goes by one weight at a time, and so must the errors, which are torch's.
-            super()._imperative_steps(group | {"foreach": False}, weights, grads)
-            return
-        states = [self._state[p] for p in weights]
-        step = functools.partial(self._imperative_lists, group, weights, grads, states)
-        self._progress.take(weights, step)
-
-    def _part_size(self, item: Work) -> int:
-        if not item.group["foreach"]:
-            return super()._part_size(item)
-        return MOST_COPIES * sum(map(size_of, item.weights, item.grads))
 
     def _imperative_lists(
         self,
@@ -288,3 +268,32 @@ class Adan(FusedOptimizer):
         if group["no_prox"]:
             return weight * (1 - decay) - lr * update / denom
         return (weight - lr * update / denom) / (1 + decay)
+
+
+class _AdanProgram(Program):
+    """A program that takes a group by operations over lists, with ``foreach``."""
+
+    optimizer: Adan
+
+    def part_size(self, item: Work) -> int:
+        if not item.group["foreach"]:
+            return super().part_size(item)
+        return MOST_COPIES * sum(map(size_of, item.weights, item.grads))
+
+    def step(self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]) -> None:
+        of, store = self.optimizer, self.optimizer._store
+        in_lists = group["foreach"] and not (group["differentiable"] or group["capturable"])
+        if (
+            not in_lists
+            or any(p.is_complex() or store.has_wide(group, p) for p in weights)
+            or any(store.kind_of(group, p) for p in weights)
+            or len(set(map(id, weights))) != len(weights)
+            or len({p.dtype == torch.float64 for p in weights}) > 1  # numbers are of one dtype
+            or any(map(is_dtensor, weights))  # which has not all operations over lists
+        ):
+            # It goes by one weight at a time, and so must the errors, which are torch's.
+            super().step(group | {"foreach": False}, weights, grads)
+            return
+        states = [of._state[p] for p in weights]
+        step = functools.partial(of._imperative_lists, group, weights, grads, states)
+        of._progress.take(weights, step)

@@ -24,6 +24,7 @@ from fusedstep._state.checks import name_of
 from fusedstep._state.kinds import COUNT, State, States, same_shape
 from fusedstep._step.factors import Factors
 from fusedstep._step.plan import Work
+from fusedstep._step.program import Program
 from fusedstep._step.undo import numbers_first
 
 __all__ = ["CAME"]
@@ -154,11 +155,8 @@ class CAME(FusedOptimizer):
     def _is_composite(self, group: dict[str, Any]) -> bool:
         return True
 
-    def _composite_steps(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-    ) -> None:
-        self._imperative_steps(group, weights, grads)
-        increment_version([p for p in weights if is_dtensor(p)])  # written by way of their copies
+    def _program(self, work: list[Work], factors: Factors) -> Program:
+        return _CAMEProgram(self, work, factors)
 
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
@@ -193,6 +191,14 @@ class CAME(FusedOptimizer):
             residuals = (update - move) ** 2 + eps[1]
             move = move * moved_factor(state, _RESIDUALS, residuals, 1 - beta3)
         return weight * (1 - decay) - lr * move
+
+
+class _CAMEProgram(Program):
+    """A program that steps replicated DTensors by way of their copies."""
+
+    def step(self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]) -> None:
+        super().step(group, weights, grads)
+        increment_version([p for p in weights if is_dtensor(p)])
 
 
 def _numbers(group: dict[str, Any]) -> Numbers:
