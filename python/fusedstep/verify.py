@@ -20,6 +20,7 @@ from fusedstep._api.buckets import check_free, check_ours
 from fusedstep._sharding import dtensor
 from fusedstep._state.codes import is_codes
 from fusedstep._state.storage import BESIDE, MASTER, value_of, way_of
+from fusedstep._step.strategy import strategy_of
 from fusedstep._torch_ops import twin as _twin
 from fusedstep.doctor.optimizer import groups_by_torch
 
@@ -292,11 +293,11 @@ class _Watch:
         for units in (0, 1, -1):
             twin, copies = _copy_of(optimizer, _in_double, units)
             for group, own in zip(twin.param_groups, optimizer.param_groups, strict=True):
-                group.update(optimizer._exact_options(own))
+                group.update(strategy_of(optimizer).exact_options(optimizer, own))
             _twin.step(twin, *args, **kwargs)
             for p, weight in copies.items():
                 found = {"weight": weight}
-                if optimizer._products_dtype(owners[p], p) is None:
+                if strategy_of(optimizer).products_dtype(optimizer, owners[p], p) is None:
                     found |= twin.state.get(weight, {})
                 before = optimizer._store.decoded(owners[p], p, optimizer.state.get(p, {}))
                 before["weight"] = _value(ways[p], p, optimizer)
@@ -355,7 +356,7 @@ class _Watch:
                 # One that is rounded at random is one of the two around the value.
                 is_random = what == "weight" and ways[p] == "stochastic"
                 rounding = 1.0 if is_random else 0.5
-                products = optimizer._products_dtype(owners[p], p)
+                products = strategy_of(optimizer).products_dtype(optimizer, owners[p], p)
                 if products is None:
                     units = torch.finfo(maths).eps / torch.finfo(actual.dtype).eps
                     error = _largest_error(actual, right, maths)
@@ -383,7 +384,7 @@ def _copy_of(
         twin = copies[p] = copied(_value(ways[p], p, optimizer) if in_double else p.detach())
         if p.grad is not None:
             twin.grad = p.grad.detach().to(twin.dtype, copy=True)
-            products = optimizer._products_dtype(group, p)
+            products = strategy_of(optimizer).products_dtype(optimizer, group, p)
             if products is None:
                 twin.grad *= 1 + units * torch.finfo(p.dtype).eps
             elif units and p.numel():

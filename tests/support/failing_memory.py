@@ -356,14 +356,16 @@ def copied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def made(scenario: Scenario, case: Case | Composite) -> Subject:
     subject = scenario.make(case)
     if not scenario.is_alone:
-        of_optimizer = subject.optimizer._program
+        strategy = subject.optimizer._strategy_class
 
-        def without_reserve(*of: Any) -> Program:
-            program = of_optimizer(*of)
-            program.reserve = lambda: NO_RESERVE
-            return program
+        class WithoutReserve(strategy):
+            def program(self, *of: Any) -> Program:
+                program = super().program(*of)
+                program.reserve = lambda: NO_RESERVE
+                return program
 
-        subject.optimizer._program = without_reserve
+        subject.optimizer._strategy_class = WithoutReserve
+        subject.optimizer._forget_plans()
     return subject
 
 

@@ -18,7 +18,6 @@ from fusedstep._api.foreign import not_of_step, with_advice
 from fusedstep._api.init_group import init_group
 from fusedstep._api.loading import load_state_dict, set_state_of_copy
 from fusedstep._api.registry import classes, register
-from fusedstep._api.repeat import is_fixed
 from fusedstep._api.state import accessed_states, get_state, look_for_holders, set_state, state_dict
 from fusedstep._api.unknown import check_keys, options_of
 from fusedstep._api.update import update_all, update_bucket
@@ -26,15 +25,12 @@ from fusedstep._native import ops
 from fusedstep._options.docs import complete
 from fusedstep._options.kinds import (
     Choice,
-    check_floats,
     check_kinds,
     check_number,
     check_ranges,
     floats,
-    has_text,
     make_plain,
     named_values,
-    numeric,
 )
 from fusedstep._options.shared import own_option, without_unset
 from fusedstep._state import storage
@@ -42,33 +38,23 @@ from fusedstep._state.checks import check_storage, check_storage_is_taken
 from fusedstep._state.codes import OF_INT4, warn_of_codes
 from fusedstep._state.states import StateStore
 from fusedstep._step.binding import (
-    bind,
-    check_composite,
-    forget_plans,
-    has_sparse,
-    is_known,
-    is_native,
     may_be_skipped,
     spread_weights,
     wants_native,
     why_no_kernels,
 )
-from fusedstep._step.factors import Factors
-from fusedstep._step.gradients import by_place
 from fusedstep._step.hooks import is_compiling, outside_graphs, with_hooks
 from fusedstep._step.nonfinite import SkippedSteps
 from fusedstep._step.owner import Owner
-from fusedstep._step.plan import Work, same
-from fusedstep._step.program import Program
+from fusedstep._step.plans import forget_plans
+from fusedstep._step.strategy import Strategy, strategy_of
 from fusedstep._step.support import why_not_native
 from fusedstep._torch_ops.imperative import (
     imperative_step,
     imperative_steps,
     rehearse,
-    step_on_numbers,
     widened,
     write_back,
-    written_early,
 )
 
 #: A closure's result.
@@ -81,6 +67,8 @@ class FusedOptimizer(Owner):
     A subclass says what is its own: the constructor, the names of its states, the native rule, and
     the imperative twin.
     """
+
+    _strategy_class = Strategy
 
     def __init_subclass__(cls, *, is_alias: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -158,14 +146,6 @@ class FusedOptimizer(Owner):
         """The options of a dictionary's group by this class's names; ``own``: those it replaces."""
         return group
 
-    def _sparse_error(self, group: dict[str, Any]) -> str | None:
-        """Text of the error for a sparse gradient; None where only its rows are updated."""
-        for name in self._zero_with_sparse:
-            if group[name] != 0:
-                return f"{name} option is not compatible with sparse gradients"
-        text = self._against_sparse
-        return None if text is None else text.format(name=type(self).__name__)
-
     def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
         """The hyper-parameters of the native rule by its names for them, and others."""
         betas = floats(self._option_kinds, group)
@@ -178,18 +158,6 @@ class FusedOptimizer(Owner):
         values["lr"] = float(group["lr"] if lr is None else lr)
         return *map(values.__getitem__, ops.rule_options[self._rule]), group.get("maximize", False)
 
-    def _is_composite(self, group: dict[str, Any]) -> bool:
-        """Returns whether a group has no native plan, and is stepped by its program."""
-        return False
-
-    def _products_dtype(self, group: dict[str, Any], weight: Tensor) -> torch.dtype | None:
-        """The precision of the matrix products that a weight moves by; None for other weights."""
-        return None
-
-    def _exact_options(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Options with which float64 copies of a group's weights take the same step, exactly."""
-        return {}
-
     def _warn_of_codes(self, group: dict[str, Any], kind: str) -> None:
         """Warns, once for each class, of a new group whose states do not do well in codes."""
         if kind == "int4" and not self._learns_in_int4:
@@ -197,10 +165,6 @@ class FusedOptimizer(Owner):
         for name, option in self._option_kinds.items():
             if option.against_codes and group.get(name):
                 warn_of_codes(type(self).__name__, option.against_codes)
-
-    def _check_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
-        """Raises if a state of a composite group's weights is not as the step needs it."""
-        self._store.check(group, weights)
 
     def _max_grad_norm(self) -> float | None:
         """Returns the limit of the 2-norm of all gradients; clipping leaves ``.grad`` alone.
@@ -230,15 +194,6 @@ class FusedOptimizer(Owner):
             return "max_grad_norm"
         return "skip_nonfinite" if self._skips_nonfinite() else None
 
-    def _launches(
-        self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-    ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
-        """The weights and gradients of a group, those together that are updated at one go."""
-        whole = self._plans.get((index, 0))
-        if (whole and same(weights, whole.weights)) or weights in self._aside:
-            return [(weights, grads)]
-        return by_place(weights, grads, [storage.way_of(group, p) for p in weights])
-
     def _formula(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> Tensor:
@@ -263,47 +218,20 @@ class FusedOptimizer(Owner):
             if tensor is not state[name]:
                 state[name].copy_(tensor)
 
-    def _program(self, work: list[Work], factors: Factors) -> Program:
-        """What a step does with work that has no plan."""
-        return Program(self, work, factors)
-
-    def _exchanges(self, group: dict[str, Any]) -> bool:
-        """Returns whether steps of a group add up numbers of its weights over the processes."""
-        return not self._elementwise
-
-    def _slots(
-        self, group: dict[str, Any], weights: list[Tensor], states: list[dict[str, Tensor]]
-    ) -> list[Tensor]:
-        """The states of a group's weights as the native rule has them, slot by slot."""
-        return self._store.slots(self._store.names_of(group, weights[0]), weights, states)
-
-    def _writes_natively(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-    ) -> bool:
-        """Returns whether a native operation changes weights that have no plan."""
-        return False
-
-    # Functions over an optimizer, which some classes extend
+    # Functions over an optimizer
 
     _update_all = update_all
     _update_bucket = update_bucket
     _accessed_states = accessed_states
     _look_for_holders = look_for_holders
     _wants_native = wants_native
-    _is_native = is_native
     _why_not_native = why_no_kernels
     _forget_plans = forget_plans
     _spread_weights = spread_weights
-    _has_sparse = has_sparse
     _may_be_skipped = may_be_skipped
-    _bind = bind
-    _check_composite = check_composite
-    _is_known = is_known
     _rehearse = rehearse
     _imperative_steps = imperative_steps
     _imperative_step = imperative_step
-    _written_early = written_early
-    _step_on_numbers = step_on_numbers
     _widened = widened
     _write_back = write_back
 
@@ -363,7 +291,7 @@ class FusedOptimizer(Owner):
             self._check_kinds(group)
             make_plain(self._option_kinds, group)
             self._check_group(len(self.param_groups) - 1, group)
-            self._is_native(group, weights)
+            strategy_of(self).is_native(self, group, weights)
             self._needs_whole_norm()
         except (RuntimeError, TypeError, ValueError):
             self.param_groups.pop()
@@ -487,13 +415,14 @@ class FusedOptimizer(Owner):
         not notice that it skipped a step.
         """
         return not self._host_counts_steps and all(
-            own_option(group, "fused") and self._is_native(group, group["params"])
+            own_option(group, "fused") and strategy_of(self).is_native(self, group, group["params"])
             for group in self.param_groups
         )
 
     def _takes_operations(self, group: dict[str, Any]) -> bool:
         """Returns whether native operations without a plan step the weights of a group."""
-        weights, is_asked = group["params"], self._is_composite(group) and self._wants_native(group)
+        weights, is_composite = group["params"], strategy_of(self).is_composite(self, group)
+        is_asked = is_composite and self._wants_native(group)
         return bool(weights) and is_asked and why_not_native(weights) is None
 
     def _isa(self) -> str:
@@ -530,7 +459,8 @@ class FusedOptimizer(Owner):
         zero_grad: bool | Literal["none"],
         error_if_nonfinite: bool,
     ) -> Tensor | None:
-        me = object() if any(map(self._is_composite, self._groups)) else None
+        strategy = strategy_of(self)
+        me = object() if any(strategy.is_composite(self, each) for each in self._groups) else None
         if me and vars(self).setdefault("_stepping", me) is not me:
             raise RuntimeError(ops.IS_STEPPED)  # a plan would say so in other steps
         try:
@@ -570,47 +500,7 @@ class FusedOptimizer(Owner):
         """
         return self._skipped.count()
 
-    def _checked_options(self, item: Work, factors: Factors) -> tuple[float, ...]:
-        """Options as a native step takes them; an error before any group has stepped."""
-        group, plan = item.group, item.plan
-        if not plan and self._has_passed(group) and is_fixed(group):
-            return ()
-        try:
-            if has_text(self._option_kinds, group):  # which float() might take
-                self._check_kinds(group)
-            if not plan:
-                if not (group.get("differentiable") or group.get("capturable")):
-                    # Else autograd and graphs follow them.
-                    check_floats(self._option_kinds, group, self.defaults)
-                if is_fixed(group, but_for="lr"):
-                    self._passed[id(group["params"])] = _items_of(group)
-                return ()
-            lr = plan.set_device_inputs(group["lr"], factors) if plan.is_on_device else None
-            options = self._options(group, None if lr is None else 0.0)
-            list(map(float, options))
-            return options
-        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
-            raise self._option_error(item, error) from error
-
-    def _option_error(self, item: Work, error: Exception) -> Exception:
-        """Returns the error of an option of a group, with the number of the group."""
-        given = numeric(self._option_kinds, item.group)
-        return type(error)(f"Invalid options of group {item.number}, {given}: {error}")
-
     @functools.cached_property
     def _passed(self) -> dict[int, list[Any]]:
-        """The options of groups that a step has checked; numbers may have changed since."""
+        """The options of groups that a step has checked, by the id of their lists of weights."""
         return {}
-
-    def _has_passed(self, group: dict[str, Any]) -> bool:
-        known = self._passed.get(id(group["params"]))
-        return known is not None and same(_items_of(group), known)
-
-
-def _items_of(group: dict[str, Any]) -> list[Any]:
-    """The names and the values of a group's options, as objects to compare; floats may change.
-
-    Without the list of weights, which may be another one when the group has others.
-    """
-    options = {name: value for name, value in group.items() if name != "params"}
-    return [*options, *(float if type(value) is float else value for value in options.values())]

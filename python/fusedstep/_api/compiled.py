@@ -19,6 +19,7 @@ from fusedstep._options.shared import own_option
 from fusedstep._sharding.dtensor import is_dtensor
 from fusedstep._state.storage import way_of
 from fusedstep._step.owner import Owner
+from fusedstep._step.strategy import strategy_of
 from fusedstep._step.support import why_not_readable
 
 
@@ -92,7 +93,7 @@ def _make_ready(optimizer: str, index: int, present: list[int], compiles: bool) 
     # On a CUDA device the operator would make its tables anew at every step.
     if not all(p.is_cpu for p in weights):
         return False
-    if owner._is_composite(group):
+    if strategy_of(owner).is_composite(owner, group):
         return False
     if any(name in group for name in owner._storage_not_taken):  # an error, perhaps
         return False

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fusedstep._step.gradients import with_gradients
 from fusedstep._step.owner import Owner
+from fusedstep._step.strategy import strategy_of
 
 
 def init_group(
@@ -35,11 +36,12 @@ def init_group(
     Raises:
         RuntimeError: for a sparse gradient that the optimizer does not take.
     """
+    strategy = strategy_of(self)
     weights, found = with_gradients(group["params"])
     sparse = any(grad.layout is not torch.strided for grad in found)
-    if sparse and (error := self._sparse_error(group)):
+    if sparse and (error := strategy.sparse_error(self, group)):
         raise RuntimeError(error)
-    self._store.create(group, weights, self._is_native(group, weights), self._groups)
+    self._store.create(group, weights, strategy.is_native(self, group, weights), self._groups)
     params_with_grad.extend(weights)
     grads.extend(found)
     *others, steps = states

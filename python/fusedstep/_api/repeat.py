@@ -15,11 +15,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from fusedstep._native import ops
 from fusedstep._step.hooks import frame_callback
+from fusedstep._step.options import is_fixed
 from fusedstep._step.owner import StepRecord
 from fusedstep._step.plan import GradUse, Work
-
-#: Options of these types cannot change while they are the same object; nor can tuples of them.
-_IMMUTABLE = (bool, int, float, str, torch.dtype, type(None))
 
 
 def _record(kind: str) -> type[Any]:
@@ -104,13 +102,3 @@ def last_step(
         bump_versions=torch._C._increment_version,
     )
     return record
-
-
-def is_fixed(group: dict[str, Any], *, but_for: str = "") -> bool:
-    """Returns whether no option of a group can change in place, but for the one of this name."""
-    return isinstance(group["params"], list) and all(
-        name in ("params", but_for)
-        or isinstance(value, _IMMUTABLE)
-        or (isinstance(value, tuple) and all(isinstance(part, _IMMUTABLE) for part in value))
-        for name, value in group.items()
-    )

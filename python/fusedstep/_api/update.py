@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusedstep._api.repeat import last_step
 from fusedstep._native import ops
-from fusedstep._step.binding import bind_groups
+from fusedstep._step.binding import bind_groups, checked_options
 from fusedstep._step.clip import Asked, factors_of, norm_of
 from fusedstep._step.factors import PLAIN, Factors, is_one
 from fusedstep._step.gradients import cut_off, treat_grads
@@ -17,6 +17,7 @@ from fusedstep._step.nonfinite import check_norm
 from fusedstep._step.owner import Owner
 from fusedstep._step.plan import Bucket, GradUse, Work
 from fusedstep._step.step import take
+from fusedstep._step.strategy import strategy_of
 from fusedstep._step.undo import NO_RESERVE, Progress
 
 
@@ -102,13 +103,13 @@ def _update_groups(
     work = [
         item._replace(
             use=_grad_use(optimizer, item.group, factors, zero_grad),
-            options=optimizer._checked_options(item, factors),
+            options=checked_options(optimizer, item, factors),
         )
         for item in work
     ]
     spread = None if optimizer._elementwise else optimizer._spread_weights()
     others = [item for item in work if not item.plan]
-    with optimizer._program(others, factors) as program:
+    with strategy_of(optimizer).program(optimizer, others, factors) as program:
         program.prepare()
         is_single = len(work) == 1 and len(work[0].weights) == 1
         optimizer._progress = Progress(work, NO_RESERVE if is_single else program.reserve())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from fusedstep._step.factors import Factors
 from fusedstep._step.owner import Owner
 from fusedstep._step.plan import Work
 from fusedstep._step.program import MOST_COPIES, Pass, Program, run, size_of
+from fusedstep._step.strategy import Strategy, strategy_of
 from fusedstep._step.sums import of_each
 
 
@@ -85,43 +86,14 @@ class MuonSteps(Owner):
             if reason := why_no_matrix(self._as_muon(group), weight, self._other):
                 raise ValueError(f"{name_of(group, index, place)} {reason}")
 
-    def _checked_options(self, item: Work, factors: Factors) -> tuple[float, ...]:
-        group = item.group
-        has_all = len(group["params"]) == len(item.weights)
-        if has_all and last_arrangement(self, group, item.weights):  # weights have been looked at
-            check_muon_options(self._as_muon(group))
-        else:
-            self._check_group(item.number, group)
-        return super()._checked_options(item, factors)
-
     def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
         return super()._rule_options(self._as_other(group))
-
-    def _is_composite(self, group: dict[str, Any]) -> bool:
-        return uses_muon(group) and self._wants_native(group)
-
-    def _products_dtype(self, group: dict[str, Any], weight: Tensor) -> torch.dtype | None:
-        if not uses_muon(group):
-            return None
-        products = ns_dtype_of(group, weight.device)
-        if group.get("ns_dtype") is None and products is torch.float16:
-            products = torch.bfloat16  # updates are rounded to it before products in float16
-        return max(products, weight.dtype, key=lambda dtype: torch.finfo(dtype).eps)
-
-    def _exact_options(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {"ns_dtype": torch.float64} if uses_muon(group) else {}
 
     # The step
 
     @functools.cached_property
     def _scratch(self) -> Scratch:
         return Scratch()
-
-    def _exchanges(self, group: dict[str, Any]) -> bool:
-        return uses_muon(group)
-
-    def _program(self, work: list[Work], factors: Factors) -> Program:
-        return MuonProgram(self, work, factors)
 
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
@@ -148,6 +120,40 @@ class MuonSteps(Owner):
         return formula(group, weight, grad, state, self._ratio)
 
 
+class MuonStrategy(Strategy):
+    """Steps groups with ``use_muon`` in batches of matrices, and all others as the next class."""
+
+    def is_composite(self, optimizer: Owner, group: dict[str, Any]) -> bool:
+        return uses_muon(group) and optimizer._wants_native(group)
+
+    def exchanges(self, optimizer: Owner, group: dict[str, Any]) -> bool:
+        return uses_muon(group)
+
+    def check_options(self, optimizer: Owner, item: Work) -> None:
+        of, group = cast("MuonSteps", optimizer), item.group
+        has_all = len(group["params"]) == len(item.weights)
+        if has_all and last_arrangement(of, group, item.weights):  # weights have been looked at
+            check_muon_options(of._as_muon(group))
+        else:
+            of._check_group(item.number, group)
+
+    def program(self, optimizer: Owner, work: list[Work], factors: Factors) -> Program:
+        return MuonProgram(optimizer, work, factors)
+
+    def products_dtype(
+        self, optimizer: Owner, group: dict[str, Any], weight: Tensor
+    ) -> torch.dtype | None:
+        if not uses_muon(group):
+            return None
+        products = ns_dtype_of(group, weight.device)
+        if group.get("ns_dtype") is None and products is torch.float16:
+            products = torch.bfloat16  # updates are rounded to it before products in float16
+        return max(products, weight.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+
+    def exact_options(self, optimizer: Owner, group: dict[str, Any]) -> dict[str, Any]:
+        return {"ns_dtype": torch.float64} if uses_muon(group) else {}
+
+
 class MuonProgram(Program):
     """Steps the matrices of groups batch by batch, and all other weights one by one."""
 
@@ -157,15 +163,18 @@ class MuonProgram(Program):
         # Before anything is changed: transfers that some processes take no part in would not end.
         weights = [p for item in work if uses_muon(item.group) for p in item.weights]
         self.optimizer._spread_weights().sums_of_rows(of_each(0), weights, [[] for _ in weights])
+        strategy = strategy_of(self.optimizer)
         for group, some, grads, *_ in work:
-            if not (self.optimizer._is_composite(group) and self._step(group, some, grads)):
+            is_composite = strategy.is_composite(self.optimizer, group)
+            if not (is_composite and self._step(group, some, grads)):
                 self.step(group, some, grads)
         return []
 
     def part_size(self, item: Work) -> int:
         """That of a batch, if the group has batches."""
         sizes = list(map(size_of, item.weights, item.grads))
-        batch = min(sum(sizes), MOST_BYTES) if self.optimizer._is_composite(item.group) else 0
+        is_composite = strategy_of(self.optimizer).is_composite(self.optimizer, item.group)
+        batch = min(sum(sizes), MOST_BYTES) if is_composite else 0
         return MOST_COPIES * max(batch, *sizes)
 
     def _step(self, own: dict[str, Any], weights: list[Tensor], grads: list[Tensor]) -> bool:

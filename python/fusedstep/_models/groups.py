@@ -14,7 +14,7 @@ from torch import nn
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.names import find
 from fusedstep._api.unknown import check_keys
-from fusedstep._matrix.low_rank import LowRankSteps
+from fusedstep._matrix.low_rank import LowRankOptimizer
 from fusedstep._models.patterns import as_patterns, check_patterns, matches
 from fusedstep._models.roles import (
     EMBEDDINGS,
@@ -234,7 +234,7 @@ def part_of(cls: type[FusedOptimizer]) -> Callable[[Weight, Mapping[str, Any]], 
 _PARTS: dict[type, Callable[[Weight, Mapping[str, Any]], _Part]] = {
     Muon: _of_muon,
     MuSGD: _of_musgd,
-    LowRankSteps: _of_low_rank,
+    LowRankOptimizer: _of_low_rank,
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from torch import Tensor
@@ -15,10 +15,8 @@ from fusedstep._state.checks import CheckedOperands
 from fusedstep._state.kinds import COUNT, States
 from fusedstep._state.states import StateStore
 from fusedstep._step.clip import EPSILON
-from fusedstep._step.factors import Factors
 from fusedstep._step.nonfinite import SkippedSteps
-from fusedstep._step.plan import Plan, PlansAside, Snapshot, Work
-from fusedstep._step.program import Program
+from fusedstep._step.plan import Plan, PlansAside, Snapshot
 from fusedstep._step.sums import SpreadWeights
 from fusedstep._step.undo import Progress
 
@@ -68,6 +66,8 @@ class Owner(Optimizer):
     #: False if torch has the class without the option ``fused``. If true, every group has it, and
     #: ``foreach`` takes no tensors for numbers.
     _torch_fuses: ClassVar[bool] = True
+    #: The class of its strategy.
+    _strategy_class: ClassVar[type[object]]
     #: True if groups may be composites. Such a step is never part of a graph of torch.compile.
     _composite: ClassVar[bool] = False
     #: True if a step in torch operations allocates nothing once it has written a dense weight or a
@@ -146,6 +146,8 @@ class Owner(Optimizer):
     #: The state that the plans were made for.
     _seen: Snapshot | None
     _spread: SpreadWeights | None
+    #: How the optimizer steps its groups: ``strategy_of()`` has the type.
+    _strategy: object
     #: The step under way.
     _progress: Progress
 
@@ -163,31 +165,17 @@ class Owner(Optimizer):
 
         def _check_group(self, index: int, group: dict[str, Any]) -> None: ...
 
-        def _check_states(self, group: dict[str, Any], weights: list[Tensor]) -> None: ...
-
-        def _sparse_error(self, group: dict[str, Any]) -> str | None: ...
-
         def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]: ...
 
         def _options(
             self, group: dict[str, Any], lr: float | Tensor | None = None
         ) -> tuple[Any, ...]: ...
 
-        def _checked_options(self, item: Work, factors: Factors) -> tuple[float, ...]: ...
-
-        def _has_passed(self, group: dict[str, Any]) -> bool: ...
-
         def _wants_native(self, group: dict[str, Any]) -> bool: ...
-
-        def _is_native(
-            self, group: dict[str, Any], weights: list[Tensor], grads: Sequence[Tensor] = ()
-        ) -> bool: ...
 
         def _why_not_native(
             self, weights: list[Tensor], grads: Iterable[Tensor] = ()
         ) -> str | None: ...
-
-        def _is_composite(self, group: dict[str, Any]) -> bool: ...
 
         def _max_grad_norm(self) -> float | None: ...
 
@@ -197,10 +185,6 @@ class Owner(Optimizer):
         def _skipped(self) -> SkippedSteps: ...
 
         def _needs_whole_norm(self) -> str | None: ...
-
-        def _launches(
-            self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-        ) -> Iterable[tuple[list[Tensor], list[Tensor]]]: ...
 
         def _accessed_states(self, weights: list[Tensor]) -> list[Tensor]: ...
 
@@ -212,60 +196,15 @@ class Owner(Optimizer):
 
         def _forget_plans(self) -> None: ...
 
-        def _bind(
-            self,
-            place: Place,
-            group: dict[str, Any],
-            weights: list[Tensor],
-            grads: list[Tensor],
-        ) -> Work: ...
-
-        def _is_known(
-            self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-        ) -> bool: ...
-
-        def _has_sparse(self, group: dict[str, Any], grads: list[Tensor]) -> bool: ...
-
-        def _check_composite(
-            self,
-            group: dict[str, Any],
-            weights: list[Tensor],
-            grads: list[Tensor],
-            is_known: bool = False,
-        ) -> None: ...
-
-        def _writes_natively(
-            self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-        ) -> bool: ...
-
-        def _slots(
-            self,
-            group: dict[str, Any],
-            weights: list[Tensor],
-            states: list[dict[str, Tensor]],
-        ) -> list[Tensor]: ...
-
         def _may_be_skipped(self) -> bool: ...
 
-        def _exchanges(self, group: dict[str, Any]) -> bool: ...
-
         def _spread_weights(self) -> SpreadWeights: ...
-
-        def _program(self, work: list[Work], factors: Factors) -> Program: ...
 
         def _imperative_steps(
             self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
         ) -> None: ...
 
         def _imperative_step(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> None: ...
-
-        def _written_early(
-            self, group: dict[str, Any], weight: Tensor, grad: Tensor, kept: dict[str, Tensor]
-        ) -> list[Tensor]: ...
-
-        def _step_on_numbers(
-            self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
-        ) -> None: ...
 
         def _widened(
             self, group: dict[str, Any], weight: Tensor, state: dict[str, Tensor]

@@ -24,6 +24,7 @@ from fusedstep._state.storage import (
 )
 from fusedstep._step.hooks import is_compiling
 from fusedstep._step.owner import Owner
+from fusedstep._step.strategy import strategy_of
 from fusedstep._step.undo import is_out_of_memory, undone_on_error
 from fusedstep._torch_ops.trial import made_stand_ins
 
@@ -89,10 +90,10 @@ def imperative_step(optimizer: Owner, group: dict[str, Any], weight: Tensor, gra
         if count is not None:
             write_count(kept["step"], count + 1)
     else:
-        written = optimizer._written_early(group, weight, grad, kept)
+        written = _written_early(optimizer, group, weight, grad, kept)
         with undone_on_error(written, _written_rows(optimizer, group, weight, grad)):
             state = optimizer._store.decoded(group, weight, kept)
-            optimizer._step_on_numbers(group, weight, grad, state)
+            _step_on_numbers(optimizer, group, weight, grad, state)
             optimizer._store.encode(group, weight, kept, state)
 
 
@@ -108,12 +109,15 @@ def _is_direct(
     )
 
 
-def written_early(
+def _written_early(
     optimizer: Owner, group: dict[str, Any], weight: Tensor, grad: Tensor, kept: dict[str, Tensor]
 ) -> list[Tensor]:
     """Returns what a step of a weight may have written before its last allocation."""
     if group.get("differentiable") or group.get("capturable"):
         return []  # it writes what it has computed, last
+    early = strategy_of(optimizer).written_early(optimizer, group, weight, kept)
+    if early is not None:
+        return early
     store = optimizer._store
     is_plain = not (store.has_wide(group, weight) or store.kind_of(group, weight))
     if optimizer._allocates_first and is_plain and not grad.is_sparse:
@@ -132,9 +136,10 @@ def _written_rows(
     return grad._indices()[0].unique()
 
 
-def step_on_numbers(
+def _step_on_numbers(
     optimizer: Owner, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
 ) -> None:
+    group, state = strategy_of(optimizer).operands_of_formula(optimizer, group, weight, state)
     if group.get("maximize"):
         grad = -grad
     if weight.is_complex():  # and has no master copy

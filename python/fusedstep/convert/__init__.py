@@ -38,7 +38,7 @@ from fusedstep._api.unknown import (
     unknown_states,
 )
 from fusedstep._factored.options import RENAMED
-from fusedstep._matrix.low_rank import LowRankSteps
+from fusedstep._matrix.low_rank import LowRankOptimizer
 from fusedstep._matrix.projection import low_shape_of
 from fusedstep._options.shared import own_option
 from fusedstep._state.checks import name_of
@@ -378,7 +378,7 @@ def _decoded(
 def _like(cls: type[FusedOptimizer], group: dict[str, Any], place: int) -> Tensor:
     """A weight, or a tensor of the shape of its states where a class projects it."""
     weight = group["params"][place]
-    is_projected = issubclass(cls, LowRankSteps) and group.get("rank") is not None
+    is_projected = issubclass(cls, LowRankOptimizer) and group.get("rank") is not None
     return of_shape(weight, low_shape_of(group, weight.shape)) if is_projected else weight
 
 

@@ -14,6 +14,7 @@ from fusedstep._api.state import is_state_held
 from fusedstep._options.shared import OWN
 from fusedstep._sharding.dtensor import local
 from fusedstep._state.storage import way_of
+from fusedstep._step.strategy import strategy_of
 from fusedstep.offload import OffloadedOptimizer
 
 
@@ -102,7 +103,7 @@ def _asks_for_torch(optimizer: FusedOptimizer, group: dict[str, Any]) -> str | N
 def _why_not_native(optimizer: FusedOptimizer, group: dict[str, Any]) -> str | None:
     """What the step would say if native kernels were asked for; None if they step the group."""
     try:
-        optimizer._is_native(group | {"fused": True}, group["params"])
+        strategy_of(optimizer).is_native(optimizer, group | {"fused": True}, group["params"])
     except RuntimeError as error:
         return str(error)
     return None

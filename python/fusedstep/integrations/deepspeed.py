@@ -49,8 +49,7 @@ def register() -> None:
     )
     for name in optim.names():
         cls = find(name)
-        composite = cls._composite or cls._is_composite is not optim.FusedOptimizer._is_composite
-        if cls._elementwise and not composite:
+        if cls._elementwise and not cls._composite:
             _selected.append(cls)
             if cls not in ZERO_SUPPORTED_OPTIMIZERS:
                 ZERO_SUPPORTED_OPTIMIZERS.append(cls)

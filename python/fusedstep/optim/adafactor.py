@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -14,7 +11,6 @@ from fusedstep._factored.formula import (
     TRANSFORMERS,
     averages,
     factored_update,
-    first_eps,
     length_of,
     numbers_of,
     size_at,
@@ -32,17 +28,11 @@ from fusedstep._factored.options import (
     of_a_variant,
     option_of,
 )
-from fusedstep._factored.program import FactoredProgram, fuses, operands_of
+from fusedstep._factored.strategy import FactoredSteps
 from fusedstep._options.kinds import Options
-from fusedstep._options.shared import own_option
-from fusedstep._sharding.dtensor import is_dtensor, local, whole
-from fusedstep._state.checks import name_of, with_name
+from fusedstep._sharding.dtensor import is_dtensor, whole
+from fusedstep._state.checks import name_of
 from fusedstep._state.kinds import COUNT, State, States, same_shape
-from fusedstep._state.storage import way_of
-from fusedstep._step.factors import Factors
-from fusedstep._step.plan import Work
-from fusedstep._step.program import Program
-from fusedstep._step.support import why_not_native
 
 __all__ = ["Adafactor"]
 
@@ -122,6 +112,7 @@ class Adafactor(FusedOptimizer):
     """
 
     _rule = "adafactor"
+    _strategy_class = FactoredSteps
     _preset = "variant"
     _unread_states = frozenset({"RMS"})  # transformers' class keeps it
     _writes_grads = False
@@ -188,64 +179,6 @@ class Adafactor(FusedOptimizer):
         group = {"variant": "torch"} | group if "d" in group else group
         return as_set(of_a_variant(group), self.defaults | own)
 
-    def _checked_options(self, item: Work, factors: Factors) -> tuple[float, ...]:
-        try:
-            check_adafactor_options(item.group)
-        except (TypeError, ValueError) as error:
-            raise self._option_error(item, error) from error
-        return super()._checked_options(item, factors)
-
-    def _is_composite(self, group: dict[str, Any]) -> bool:
-        return True
-
-    def _is_native(
-        self, group: dict[str, Any], weights: list[Tensor], grads: Sequence[Tensor] = ()
-    ) -> bool:
-        super()._is_native(group, weights, grads)
-        reason = why_not_native(weights, grads)
-        if reason and own_option(group, "fused"):
-            raise RuntimeError(reason)
-        return (
-            reason is None
-            and self._fuses(group)
-            and len({p.device for p in weights}) == 1
-            and all(way_of(group, p) is None and not _is_sharded(p) for p in weights)
-            and (weights[0].is_cpu or self._host_counts(weights))
-        )
-
-    def _host_counts(self, weights: list[Tensor]) -> bool:
-        """Returns whether the host counts the steps of weights on a device, as the plan needs."""
-        counts = (self._state[p]["step"] for p in weights if self._state.get(p))
-        return not self._may_be_skipped() and all(
-            not isinstance(count, Tensor) or count.is_cpu for count in counts
-        )
-
-    def _bind(
-        self,
-        place: tuple[int, ...],
-        group: dict[str, Any],
-        weights: list[Tensor],
-        grads: list[Tensor],
-    ) -> Work:
-        if torch._C._len_torch_dispatch_stack():  # a mode sees operators, and would see no plan
-            self._plans.pop(place, None)
-            self._aside.take(weights)
-        try:
-            return super()._bind(place, group, weights, grads)
-        except RuntimeError:
-            if all(self._state.get(p) for p in weights):
-                try:
-                    self._check_states(group, weights)  # by their names, which no plan knows
-                except RuntimeError as error:
-                    raise with_name(error, place[0], group, weights) from None
-            raise
-
-    def _slots(
-        self, group: dict[str, Any], weights: list[Tensor], states: list[dict[str, Tensor]]
-    ) -> list[Tensor]:
-        self._check_states(group, weights)
-        return list(itertools.chain(*operands_of(self, group, weights, states)))
-
     def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
         is_torch, beta1 = is_torchs(group), option_of(group, "beta1")
         eps1, eps2 = group["eps"]
@@ -260,21 +193,6 @@ class Adafactor(FusedOptimizer):
             "is_torchs": is_torch,
         }
         return group | own | {name: option_of(group, name) for name in beyond}
-
-    def _check_composite(
-        self,
-        group: dict[str, Any],
-        weights: list[Tensor],
-        grads: list[Tensor],
-        is_known: bool = False,
-    ) -> None:
-        super()._check_composite(group, weights, grads, is_known)
-        operands = self._memory.get(weights[0])
-        if is_known and operands and operands.derived:
-            if not all(call.read_counts() for call in operands.derived.calls):
-                operands.derived = None
-        elif self._wants_native(group) and why_not_native(weights, grads) is None:
-            torch.ops.fusedstep.factored_check(list(map(local, weights)), list(map(local, grads)))
 
     def _get_lr(self, param_group: dict[str, Any], param_state: dict[str, Any]) -> float:
         """The size of the last step of a weight, which transformers' AdafactorSchedule shows."""
@@ -291,33 +209,6 @@ class Adafactor(FusedOptimizer):
         weights = param_group["params"]
         weight = next(each for each in weights if self._state.get(each) is param_state)
         return size * max(param_group["eps"][1], rms(whole(weight.detach()).double()).item())
-
-    # The step
-
-    def _program(self, work: list[Work], factors: Factors) -> Program:
-        return FactoredProgram(self, work, factors)
-
-    def _fuses(self, group: dict[str, Any]) -> bool:
-        """Returns whether native operations step weights of a group, but for those they cannot."""
-        return fuses(self, group)
-
-    def _writes_natively(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-    ) -> bool:
-        copied = any(way_of(group, weight) for weight in weights)  # a native operation steps copies
-        return not copied and self._fuses(group) and why_not_native(weights, grads) is None
-
-    def _exact_options(self, group: dict[str, Any]) -> dict[str, Any]:
-        first, least = group["eps"]
-        found = {first_eps(group, weight) for weight in group["params"]}
-        return {"eps": (found.pop(), least)} if first is None and len(found) == 1 else {}
-
-    def _step_on_numbers(
-        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
-    ) -> None:
-        # A plain 16-bit weight has the eps of its own dtype, not that of the maths.
-        eps = (first_eps(group, weight), group["eps"][1])
-        super()._step_on_numbers(group | {"eps": eps}, weight, grad, state)
 
     def _formula(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]

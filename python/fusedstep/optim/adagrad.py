@@ -12,6 +12,7 @@ from fusedstep._api.functional import by_torch
 from fusedstep._options.kinds import Number, Options
 from fusedstep._options.shared import EPSILON, OF_TORCH
 from fusedstep._state.kinds import COUNT, State, States
+from fusedstep._step.strategy import strategy_of
 from fusedstep._step.undo import numbers_first
 
 __all__ = ["Adagrad"]
@@ -95,7 +96,8 @@ class Adagrad(FusedOptimizer):
         """Calls tensor.share_memory_() on the state sum tensors, which it makes if need be."""
         for group in self.param_groups:
             weights = group["params"]
-            self._store.create(group, weights, self._is_native(group, weights), self._groups)
+            is_native = strategy_of(self).is_native(self, group, weights)
+            self._store.create(group, weights, is_native, self._groups)
             for p in weights:
                 self.state[p]["sum"].share_memory_()
 

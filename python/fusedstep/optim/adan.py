@@ -15,11 +15,32 @@ from fusedstep._sharding.dtensor import is_dtensor
 from fusedstep._state.counts import read_count, write_count
 from fusedstep._state.kinds import COUNT, States, plain
 from fusedstep._step.factors import Factors
+from fusedstep._step.owner import Owner
 from fusedstep._step.plan import Work
 from fusedstep._step.program import MOST_COPIES, Program, size_of
+from fusedstep._step.strategy import Strategy
 from fusedstep._step.undo import numbers_first
 
 __all__ = ["Adan"]
+
+
+class _InLists(Strategy):
+    """Takes a group with ``foreach=False`` weight by weight, and one with it by a program."""
+
+    def launches(
+        self,
+        optimizer: Owner,
+        index: int,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        grads: list[Tensor],
+    ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+        if group["foreach"] is not False:
+            return super().launches(optimizer, index, group, weights, grads)
+        return [([weight], [grad]) for weight, grad in zip(weights, grads, strict=True)]
+
+    def program(self, optimizer: Owner, work: list[Work], factors: Factors) -> Program:
+        return _AdanProgram(optimizer, work, factors)
 
 
 class Adan(FusedOptimizer):
@@ -74,6 +95,7 @@ class Adan(FusedOptimizer):
     """
 
     _rule = "adan"
+    _strategy_class = _InLists
     _no_max_grad_norm = 0.0
     _grad_norm_eps = "eps"
     _state_kinds: ClassVar[States] = {
@@ -143,16 +165,6 @@ class Adan(FusedOptimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 self._store.restart(group, p)
-
-    def _launches(
-        self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-    ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
-        if group["foreach"] is not False:
-            return super()._launches(index, group, weights, grads)
-        return [([weight], [grad]) for weight, grad in zip(weights, grads, strict=True)]
-
-    def _program(self, work: list[Work], factors: Factors) -> Program:
-        return _AdanProgram(self, work, factors)
 
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]

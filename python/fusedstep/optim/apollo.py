@@ -8,8 +8,9 @@ from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._matrix.apollo import BESIDE_MOMENTS, Apollo, scaled
-from fusedstep._matrix.low_rank import LowRankSteps
+from fusedstep._matrix.low_rank import LowRankOptimizer
 from fusedstep._matrix.low_rank_states import low_rank
+from fusedstep._matrix.low_rank_strategy import LowRankSteps
 from fusedstep._matrix.products import as_matrix, project
 from fusedstep._matrix.projection import LEFT, RIGHT
 from fusedstep._matrix.transformers_adamw import advance, move
@@ -20,7 +21,7 @@ from fusedstep._state.kinds import COUNT, States, plain
 __all__ = ["APOLLOAdamW"]
 
 
-class APOLLOAdamW(LowRankSteps, FusedOptimizer):
+class APOLLOAdamW(LowRankOptimizer, FusedOptimizer):
     """Implements the APOLLOAdamW algorithm, in groups and formula apollo_torch's.
 
     For a weight ``w`` [M, N] of a group with a ``rank`` r, with gradient ``G``, at step ``t`` = 1,
@@ -97,6 +98,7 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
         https://arxiv.org/abs/2412.05270
     """
 
+    _strategy_class = LowRankSteps
     _projection = Apollo()
     _state_kinds: ClassVar[States] = {
         **low_rank(plain("exp_avg", "exp_avg_sq")),

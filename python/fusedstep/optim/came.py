@@ -23,14 +23,33 @@ from fusedstep._sharding.dtensor import is_dtensor, local
 from fusedstep._state.checks import name_of
 from fusedstep._state.kinds import COUNT, State, States, same_shape
 from fusedstep._step.factors import Factors
+from fusedstep._step.options import option_error
+from fusedstep._step.owner import Owner
 from fusedstep._step.plan import Work
 from fusedstep._step.program import Program
+from fusedstep._step.strategy import Strategy
 from fusedstep._step.undo import numbers_first
 
 __all__ = ["CAME"]
 
 _SQUARES = ("exp_avg_sq_row", "exp_avg_sq_col")
 _RESIDUALS = ("exp_avg_res_row", "exp_avg_res_col")
+
+
+class _OfBlocks(Strategy):
+    """Steps all groups block by block, without a plan."""
+
+    def is_composite(self, optimizer: Owner, group: dict[str, Any]) -> bool:
+        return True
+
+    def check_options(self, optimizer: Owner, item: Work) -> None:
+        try:
+            _check_own(item.group)
+        except (TypeError, ValueError) as error:
+            raise option_error(optimizer, item, error) from error
+
+    def program(self, optimizer: Owner, work: list[Work], factors: Factors) -> Program:
+        return _CAMEProgram(optimizer, work, factors)
 
 
 class CAME(FusedOptimizer):
@@ -99,6 +118,7 @@ class CAME(FusedOptimizer):
     _elementwise = False
     _allocates_first = True
     _composite = True
+    _strategy_class = _OfBlocks
     _torch_fuses = False
     _option_kinds: ClassVar[Options] = {
         **SHARED,
@@ -142,21 +162,6 @@ class CAME(FusedOptimizer):
             if kind:
                 name = name_of(group, index, place)
                 raise ValueError(f"CAME does not support {kind} parameters: {name} is one")
-
-    # The step
-
-    def _checked_options(self, item: Work, factors: Factors) -> tuple[float, ...]:
-        try:
-            _check_own(item.group)
-        except (TypeError, ValueError) as error:
-            raise self._option_error(item, error) from error
-        return super()._checked_options(item, factors)
-
-    def _is_composite(self, group: dict[str, Any]) -> bool:
-        return True
-
-    def _program(self, work: list[Work], factors: Factors) -> Program:
-        return _CAMEProgram(self, work, factors)
 
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]

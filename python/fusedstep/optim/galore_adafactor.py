@@ -9,19 +9,53 @@ from torch.optim.optimizer import ParamsT
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._factored.formula import factored_update, length_of, numbers_of
 from fusedstep._factored.options import LR, as_set, check_given_lr, of_a_variant
+from fusedstep._factored.strategy import FactoredSteps
 from fusedstep._matrix.galore import BESIDE_MOMENTS, GALORE, GaLore
-from fusedstep._matrix.low_rank import LowRankSteps
+from fusedstep._matrix.low_rank import LowRankOptimizer
 from fusedstep._matrix.low_rank_states import has_rank, low_rank
+from fusedstep._matrix.low_rank_strategy import LowRankSteps
 from fusedstep._matrix.products import add_back, as_matrix, project, size_between
 from fusedstep._matrix.projection import LEFT, RIGHT
 from fusedstep._options.kinds import Number, Options
 from fusedstep._state.kinds import States
+from fusedstep._step.owner import Owner
 from fusedstep.optim.adafactor import Adafactor
 
 __all__ = ["GaLoreAdafactor"]
 
 
-class GaLoreAdafactor(LowRankSteps, Adafactor):
+class _FactoredLowRankSteps(LowRankSteps, FactoredSteps):
+    """Steps groups with a rank by the formula: no plan steps moments of projected rows."""
+
+    def is_composite(self, optimizer: Owner, group: dict[str, Any]) -> bool:
+        return True
+
+    def takes_scratch(
+        self,
+        optimizer: Owner,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        grads: Sequence[Tensor],
+    ) -> bool:
+        return False
+
+    def fuses(self, optimizer: Owner, group: dict[str, Any]) -> bool:
+        return not has_rank(group) and super().fuses(optimizer, group)
+
+    def written_early(
+        self,
+        optimizer: Owner,
+        group: dict[str, Any],
+        weight: Tensor,
+        kept: dict[str, Tensor],
+    ) -> list[Tensor] | None:
+        is_plain = weight.dim() == 2 and not optimizer._store.has_wide(group, weight)
+        if not (has_rank(group) and is_plain):
+            return super().written_early(optimizer, group, weight, kept)
+        return [kept[name] for name in self.fresh[weight].keys() & kept.keys()]  # new bases
+
+
+class GaLoreAdafactor(LowRankOptimizer, Adafactor):
     """Implements the GaLoreAdafactor algorithm, in groups and formula galore_torch's.
 
     For a weight ``w`` [M, N] of a group with a ``rank`` r, with gradient ``G``, at step ``t`` = 1,
@@ -100,6 +134,7 @@ class GaLoreAdafactor(LowRankSteps, Adafactor):
     """
 
     _projection = GaLore()
+    _strategy_class = _FactoredLowRankSteps
     _rule = Adafactor._rule
     _state_kinds: ClassVar[States] = {**low_rank(Adafactor._state_kinds), **BESIDE_MOMENTS}
     _allocates_first = False
@@ -144,25 +179,6 @@ class GaLoreAdafactor(LowRankSteps, Adafactor):
         own = of_a_variant(own)
         check_given_lr(own)
         FusedOptimizer.__init__(self, params, as_set(own))
-
-    def _is_composite(self, group: dict[str, Any]) -> bool:
-        return True
-
-    def _takes_scratch(
-        self, group: dict[str, Any], weights: list[Tensor], grads: Sequence[Tensor]
-    ) -> bool:
-        return False  # no plan steps the moments of rows and columns
-
-    def _fuses(self, group: dict[str, Any]) -> bool:
-        return not has_rank(group) and super()._fuses(group)
-
-    def _written_early(
-        self, group: dict[str, Any], weight: Tensor, grad: Tensor, kept: dict[str, Tensor]
-    ) -> list[Tensor]:
-        is_plain = weight.dim() == 2 and not self._store.has_wide(group, weight)
-        if not (has_rank(group) and is_plain):
-            return super()._written_early(group, weight, grad, kept)
-        return [kept[name] for name in self._fresh[weight].keys() & kept.keys()]  # new bases
 
     def _formula(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]

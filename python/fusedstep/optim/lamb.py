@@ -18,8 +18,10 @@ from fusedstep._options.shared import CAPTURABLE, OF_ADAM, OF_TORCH
 from fusedstep._sharding.dtensor import is_dtensor, local, whole
 from fusedstep._state.kinds import COUNT, States, plain
 from fusedstep._step.factors import Factors
+from fusedstep._step.owner import Owner
 from fusedstep._step.plan import Work
 from fusedstep._step.program import Pass, Program, Sums
+from fusedstep._step.strategy import Strategy
 from fusedstep._step.sums import norm2
 from fusedstep._step.undo import numbers_first
 
@@ -49,6 +51,13 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "cybertron": _PAPER | {"eps": 1e-6, "debias": False, "max_weight_norm": 10.0},
     }
 )
+
+
+class _InPhases(Strategy):
+    """Steps shards in phases, natively and by a program."""
+
+    def program(self, optimizer: Owner, work: list[Work], factors: Factors) -> Program:
+        return _LambProgram(optimizer, work, factors)
 
 
 class Lamb(FusedOptimizer):
@@ -118,6 +127,7 @@ class Lamb(FusedOptimizer):
     """
 
     _rule = "lamb"
+    _strategy_class = _InPhases
     _preset = "variant"
     _keeps_grads_by = "keep_grad"
     _no_max_grad_norm = math.inf
@@ -230,9 +240,6 @@ class Lamb(FusedOptimizer):
                 "Lamb got weights of FSDP1, which are parts of a flat parameter: the trust ratio "
                 "is then that of a process's part, not of a weight. fully_shard keeps weights."
             )
-
-    def _program(self, work: list[Work], factors: Factors) -> Program:
-        return _LambProgram(self, work, factors)
 
     def _phases(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> Pass:
         """Steps a weight, with norms over the processes between the direction and the move."""

@@ -16,7 +16,7 @@ from fusedstep._matrix.muon_groups import (
     rows_shape,
     uses_muon,
 )
-from fusedstep._matrix.muon_steps import MuonSteps
+from fusedstep._matrix.muon_steps import MuonSteps, MuonStrategy
 from fusedstep._options.kinds import Options, check_ranges
 from fusedstep._options.shared import SHARED
 from fusedstep._state.kinds import State, States
@@ -184,6 +184,7 @@ class Muon(MuonSteps, Adam):
     _elementwise = False
     _torch_fuses = False
     _option_kinds: ClassVar[Options] = {**SHARED, **MUON}
+    _strategy_class = MuonStrategy
     _other = "AdamW"
     _against_sparse = "Muon does not support sparse gradients"
 

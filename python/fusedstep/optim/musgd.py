@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._matrix.muon_groups import MUON_OWN, check_muon_options, is_of_muon, uses_muon
-from fusedstep._matrix.muon_steps import MuonSteps
+from fusedstep._matrix.muon_steps import MuonSteps, MuonStrategy
 from fusedstep._matrix.operands import Moving
 from fusedstep._matrix.second_step import Operands, SecondSteps
 from fusedstep._options.kinds import (
@@ -26,6 +26,7 @@ from fusedstep._options.kinds import (
 from fusedstep._options.shared import SHARED, own_option
 from fusedstep._sharding.dtensor import local
 from fusedstep._state.kinds import State, States
+from fusedstep._step.owner import Owner
 from fusedstep._step.support import why_not_native
 from fusedstep.optim.sgd import SGD
 
@@ -59,6 +60,27 @@ _SGD_BUFFER = "momentum_buffer_SGD"
 
 def _has_average(group: dict[str, Any]) -> bool:
     return uses_muon(group) or bool(group.get("momentum"))
+
+
+class _MuSGDStrategy(MuonStrategy):
+    """Steps groups with ``use_muon`` by both parts."""
+
+    def sparse_error(self, optimizer: Owner, group: dict[str, Any]) -> str | None:
+        if uses_muon(group):
+            return "MuSGD does not support sparse gradients in groups with use_muon=True"
+        return super().sparse_error(optimizer, group)
+
+    def is_native(
+        self,
+        optimizer: Owner,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        grads: Sequence[Tensor] = (),
+    ) -> bool:
+        asks = uses_muon(group) and own_option(group, "fused")
+        if asks and (reason := why_not_native(weights)):
+            raise RuntimeError(reason)
+        return super().is_native(optimizer, group, weights, grads)
 
 
 class MuSGD(MuonSteps, SGD):
@@ -152,6 +174,7 @@ class MuSGD(MuonSteps, SGD):
         **_UNSET,
     }
     _other = "SGD"
+    _strategy_class = _MuSGDStrategy
 
     def __init__(
         self,
@@ -242,21 +265,6 @@ class MuSGD(MuonSteps, SGD):
     def _ratio(self, group: dict[str, Any], shape: Sequence[int]) -> float:
         muon = float(group.get("muon", _MUSGD_OWN["muon"]))
         return muon * math.sqrt(max(1, shape[-2] / max(shape[-1], 1)))
-
-    def _sparse_error(self, group: dict[str, Any]) -> str | None:
-        if uses_muon(group):
-            return "MuSGD does not support sparse gradients in groups with use_muon=True"
-        return super()._sparse_error(group)
-
-    # The step
-
-    def _is_native(
-        self, group: dict[str, Any], weights: list[Tensor], grads: Sequence[Tensor] = ()
-    ) -> bool:
-        asks = uses_muon(group) and own_option(group, "fused")
-        if asks and (reason := why_not_native(weights)):
-            raise RuntimeError(reason)
-        return super()._is_native(group, weights, grads)
 
     def _forget_plans(self) -> None:
         super()._forget_plans()

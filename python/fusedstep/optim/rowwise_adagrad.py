@@ -13,12 +13,35 @@ from fusedstep._options.shared import EPSILON, SHARED
 from fusedstep._sharding.dtensor import is_dtensor
 from fusedstep._state.checks import name_of
 from fusedstep._state.kinds import COUNT, State, States
+from fusedstep._step.owner import Owner
+from fusedstep._step.strategy import Strategy
 
 __all__ = ["RowWiseAdagrad"]
 
 
 def _one_each_row(group: dict[str, Any], shape: torch.Size) -> torch.Size:
     return torch.Size([*shape[:1], *[1] * (len(shape) - 1)])
+
+
+class _OfRows(Strategy):
+    """Takes gradients of whole rows."""
+
+    def launches(
+        self,
+        optimizer: Owner,
+        index: int,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        grads: list[Tensor],
+    ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+        for grad in grads:
+            if grad.is_sparse and grad.sparse_dim() != 1:
+                raise RuntimeError(
+                    "RowWiseAdagrad does not support gradients that are sparse in "
+                    f"{grad.sparse_dim()} dimensions: a row, which has one moment, would have "
+                    "several entries"
+                )
+        return super().launches(optimizer, index, group, weights, grads)
 
 
 class RowWiseAdagrad(FusedOptimizer):
@@ -72,6 +95,7 @@ class RowWiseAdagrad(FusedOptimizer):
 
     _rule = "rowwise_adagrad"
     _against_sparse = None
+    _strategy_class = _OfRows
     _native_devices = ("cpu",)
     _steps_shards_natively = False
     _state_kinds: ClassVar[States] = {
@@ -125,18 +149,6 @@ class RowWiseAdagrad(FusedOptimizer):
                 raise ValueError(
                     f"RowWiseAdagrad does not support {kind} parameters: {name} is one"
                 )
-
-    def _launches(
-        self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-    ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
-        for grad in grads:
-            if grad.is_sparse and grad.sparse_dim() != 1:
-                raise RuntimeError(
-                    "RowWiseAdagrad does not support gradients that are sparse in "
-                    f"{grad.sparse_dim()} dimensions: a row, which has one moment, would have "
-                    "several entries"
-                )
-        return super()._launches(index, group, weights, grads)
 
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]

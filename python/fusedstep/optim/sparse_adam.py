@@ -13,9 +13,29 @@ from fusedstep._options.kinds import Betas, Number, Options, floats
 from fusedstep._options.shared import EPSILON, SHARED
 from fusedstep._state.checks import name_of
 from fusedstep._state.kinds import COUNT, States, plain
+from fusedstep._step.owner import Owner
+from fusedstep._step.strategy import Strategy
 from fusedstep.optim.adam import Adam
 
 __all__ = ["SparseAdam"]
+
+
+class _OfSparse(Strategy):
+    """Takes sparse gradients alone."""
+
+    def launches(
+        self,
+        optimizer: Owner,
+        index: int,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        grads: list[Tensor],
+    ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+        if any(grad.layout is torch.strided for grad in grads):
+            raise RuntimeError(
+                "SparseAdam does not support dense gradients, please consider Adam instead"
+            )
+        return super().launches(optimizer, index, group, weights, grads)
 
 
 class SparseAdam(FusedOptimizer):
@@ -59,6 +79,7 @@ class SparseAdam(FusedOptimizer):
 
     _rule = Adam._rule
     _against_sparse = None
+    _strategy_class = _OfSparse
     _native_devices = ("cpu",)
     _rule_constants: ClassVar[dict[str, Any]] = Adam._rule_constants | {
         "amsgrad": False,
@@ -100,15 +121,6 @@ class SparseAdam(FusedOptimizer):
                 self.param_groups.pop()
                 kind = "sparse" if weight.is_sparse else "complex"
                 raise ValueError(f"SparseAdam does not support {kind} parameters: {name} is one")
-
-    def _launches(
-        self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-    ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
-        if any(grad.layout is torch.strided for grad in grads):
-            raise RuntimeError(
-                "SparseAdam does not support dense gradients, please consider Adam instead"
-            )
-        return super()._launches(index, group, weights, grads)
 
     def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
         return {"weight_decay": 0.0} | super()._rule_options(group)

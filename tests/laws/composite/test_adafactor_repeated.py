@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fusedstep import optim
+from fusedstep._factored.strategy import FactoredSteps
 from fusedstep._native import ops
 from support.adafactor import SHAPES, steps_of
 from support.stepping import (
@@ -48,12 +49,16 @@ CHANGES = {
 }
 
 
+class StepsWithoutPlans(FactoredSteps):
+    def is_native(self, *operands):
+        super().is_native(*operands)
+        return False
+
+
 class WithoutPlans(optim.Adafactor):
     """Steps on the CPU by the operator that steps weights on a device."""
 
-    def _is_native(self, *operands):
-        super()._is_native(*operands)
-        return False
+    _strategy_class = StepsWithoutPlans
 
 
 @pytest.mark.parametrize("cls", [optim.Adafactor, WithoutPlans])
