@@ -150,7 +150,11 @@ class FusedOptimizer(Owner):
         """The hyper-parameters of the native rule by its names for them, and others."""
         betas = floats(self._option_kinds, group)
         named = {f"beta{i}": beta for i, beta in enumerate(betas, 1)}
-        return group | named | self._rule_constants
+        own = {
+            name: value(group) if callable(value) else value
+            for name, value in self._rule_values.items()
+        }
+        return group | named | own
 
     def _options(self, group: dict[str, Any], lr: float | Tensor | None = None) -> tuple[Any, ...]:
         """The hyper-parameters in the rule's order and, last, whether to maximize."""

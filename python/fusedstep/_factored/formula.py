@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedstep._factored.moments import moved_factor, rms
-from fusedstep._factored.options import is_torchs, option_of, reads_lr
+from fusedstep._factored.options import averages, is_torchs, option_of, reads_lr
 from fusedstep._state.storage import has_master
 
 
@@ -56,11 +56,6 @@ def moment_names(group: dict[str, Any], dims: int) -> tuple[str, ...]:
     """The names of the second moments of a gradient of so many dimensions."""
     names = TORCHS if is_torchs(group) else TRANSFORMERS
     return names[:2] if dims > 1 else names[2:]
-
-
-def averages(group: dict[str, Any]) -> bool:
-    """Returns whether updates are averaged."""
-    return option_of(group, "beta1") is not None
 
 
 def first_eps(group: dict[str, Any], weight: Tensor) -> float:

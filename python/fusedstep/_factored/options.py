@@ -63,6 +63,33 @@ def is_transformers(group: dict[str, Any]) -> bool:
     return option_of(group, "variant") == "transformers"
 
 
+def averages(group: dict[str, Any]) -> bool:
+    """Returns whether updates are averaged."""
+    return option_of(group, "beta1") is not None
+
+
+def _first_eps_of_rule(group: dict[str, Any]) -> float:
+    """The first eps, or a number in the place of that of the weight's dtype."""
+    given = group["eps"][0]
+    if given is None:
+        return -1.0 if is_torchs(group) else 1e-30
+    return given
+
+
+#: Hyper-parameters of the native rule, of a group.
+FACTORED_RULE: dict[str, Any] = {
+    "eps1": _first_eps_of_rule,
+    "eps2": lambda group: group["eps"][1],
+    "beta1": lambda group: option_of(group, "beta1") or 0.0,
+    "averages": averages,
+    "is_torchs": is_torchs,
+    "scale_parameter": lambda group: option_of(group, "scale_parameter"),
+    "relative_step": lambda group: option_of(group, "relative_step"),
+    "warmup_init": lambda group: option_of(group, "warmup_init"),
+    "max_relative_step": lambda group: option_of(group, "max_relative_step"),
+}
+
+
 def reads_lr(options: dict[str, Any]) -> bool:
     """Returns whether the step size follows from lr; transformers' relative steps do not."""
     return is_torchs(options) or not option_of(options, "relative_step")

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fusedstep._factored.formula import averages, first_eps, moment_names, numbers_at
+from fusedstep._factored.formula import first_eps, moment_names, numbers_at
+from fusedstep._factored.options import averages
 from fusedstep._factored.steps import Call, native_parts, part_by_torch, step_parts
 from fusedstep._sharding.dtensor import local
 from fusedstep._state.counts import count_steps

@@ -39,7 +39,7 @@ class LowRankOptimizer(Owner):
     _takes_shards: ClassVar[bool] = True
 
     _rule = "adam"
-    _rule_constants: ClassVar[dict[str, Any]] = {
+    _rule_values: ClassVar[dict[str, Any]] = {
         "amsgrad": False,
         "decoupled_weight_decay": True,
         "eps_before_bias": True,

@@ -47,8 +47,9 @@ class Owner(Optimizer):
 
     #: Name of the native rule, which owns the order of its hyper-parameters.
     _rule: ClassVar[str]
-    #: Hyper-parameters of the native rule that are no options of the class, with their values.
-    _rule_constants: ClassVar[dict[str, Any]] = {}
+    #: Hyper-parameters of the native rule that are no options of the class by the same names: their
+    #: values, or functions that compute these from a group.
+    _rule_values: ClassVar[dict[str, Any]] = {}
     #: What there is to know of each state of a weight. Without a step count among them the native
     #: step has one, which no dictionary holds.
     _state_kinds: ClassVar[States] = COUNT

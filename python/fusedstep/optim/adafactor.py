@@ -9,7 +9,6 @@ from fusedstep._api.base import FusedOptimizer
 from fusedstep._factored.formula import (
     TORCHS,
     TRANSFORMERS,
-    averages,
     factored_update,
     length_of,
     numbers_of,
@@ -18,8 +17,10 @@ from fusedstep._factored.formula import (
 from fusedstep._factored.moments import factored_states, placements_of_weight, rms
 from fusedstep._factored.options import (
     ADAFACTOR,
+    FACTORED_RULE,
     LR,
     as_set,
+    averages,
     by_torchs_names,
     check_adafactor_options,
     check_given_lr,
@@ -35,9 +36,6 @@ from fusedstep._state.checks import name_of
 from fusedstep._state.kinds import COUNT, State, States, same_shape
 
 __all__ = ["Adafactor"]
-
-#: A first eps in the place of that of the weight's dtype, for the native rule.
-_OF_DTYPE = -1.0
 
 
 class Adafactor(FusedOptimizer):
@@ -112,6 +110,7 @@ class Adafactor(FusedOptimizer):
     """
 
     _rule = "adafactor"
+    _rule_values = FACTORED_RULE
     _strategy_class = FactoredSteps
     _preset = "variant"
     _unread_states = frozenset({"RMS"})  # transformers' class keeps it
@@ -178,21 +177,6 @@ class Adafactor(FusedOptimizer):
         # Under torch's names only a variant that is written down is transformers'.
         group = {"variant": "torch"} | group if "d" in group else group
         return as_set(of_a_variant(group), self.defaults | own)
-
-    def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
-        is_torch, beta1 = is_torchs(group), option_of(group, "beta1")
-        eps1, eps2 = group["eps"]
-        if eps1 is None:
-            eps1 = _OF_DTYPE if is_torch else 1e-30
-        beyond = ("scale_parameter", "relative_step", "warmup_init", "max_relative_step")
-        own = {
-            "eps1": eps1,
-            "eps2": eps2,
-            "beta1": beta1 or 0.0,
-            "averages": averages(group),
-            "is_torchs": is_torch,
-        }
-        return group | own | {name: option_of(group, name) for name in beyond}
 
     def _get_lr(self, param_group: dict[str, Any], param_state: dict[str, Any]) -> float:
         """The size of the last step of a weight, which transformers' AdafactorSchedule shows."""

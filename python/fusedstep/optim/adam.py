@@ -49,7 +49,7 @@ class Adam(FusedOptimizer):
 
     _rule = "adam"
     _against_sparse = "Adam does not support sparse gradients, please consider SparseAdam instead"
-    _rule_constants: ClassVar[dict[str, Any]] = {
+    _rule_values: ClassVar[dict[str, Any]] = {
         "eps_before_bias": False,
         "correct_bias": True,
         "decay_last": False,

@@ -136,6 +136,7 @@ class GaLoreAdafactor(LowRankOptimizer, Adafactor):
     _projection = GaLore()
     _strategy_class = _FactoredLowRankSteps
     _rule = Adafactor._rule
+    _rule_values = Adafactor._rule_values
     _state_kinds: ClassVar[States] = {**low_rank(Adafactor._state_kinds), **BESIDE_MOMENTS}
     _allocates_first = False
     _takes_shards = False

@@ -60,6 +60,10 @@ class _InPhases(Strategy):
         return _LambProgram(optimizer, work, factors)
 
 
+def _debiases_moments(group: dict[str, Any]) -> bool:
+    return bool(group["debias"]) and group["debias"] != "lr"
+
+
 class Lamb(FusedOptimizer):
     r"""Implements the LAMB algorithm: Adam's direction, scaled for each weight by a trust ratio.
 
@@ -127,6 +131,10 @@ class Lamb(FusedOptimizer):
     """
 
     _rule = "lamb"
+    _rule_values: ClassVar[dict[str, Any]] = {
+        "debias": _debiases_moments,
+        "debias_lr": lambda group: group["debias"] == "lr",
+    }
     _strategy_class = _InPhases
     _preset = "variant"
     _keeps_grads_by = "keep_grad"
@@ -330,12 +338,6 @@ class Lamb(FusedOptimizer):
             lr = lr * bias2.sqrt() / bias1
         return weight - lr * update
 
-    def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
-        return super()._rule_options(group) | {
-            "debias": _debiases_moments(group),
-            "debias_lr": group["debias"] == "lr",
-        }
-
 
 class _LambProgram(Program):
     """A program that steps shards in phases, with norms over the processes in between."""
@@ -416,10 +418,6 @@ def _apply(
     if math.isfinite(trust_ratio) and math.isfinite(lr):
         factor = max(min(factor, most), -most)  # infinity times an update of zero is NaN
     weight.add_(update, alpha=factor)
-
-
-def _debiases_moments(group: dict[str, Any]) -> bool:
-    return bool(group["debias"]) and group["debias"] != "lr"
 
 
 def _adapts(group: dict[str, Any]) -> bool:

@@ -113,7 +113,7 @@ class GaLoreAdamW8bit(GaLoreAdamW, is_alias=True):
     """
 
     _usual_codes = "int8"
-    _rule_constants = GaLoreAdamW._rule_constants | {"eps_before_bias": False}
+    _rule_values = GaLoreAdamW._rule_values | {"eps_before_bias": False}
 
     def __init__(
         self,

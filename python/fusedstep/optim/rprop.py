@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,16 @@ from fusedstep._sharding.dtensor import is_dtensor, local
 from fusedstep._state.kinds import COUNT, State, States
 
 __all__ = ["Rprop"]
+
+
+def _of_pair(option: str, place: int) -> Callable[[dict[str, Any]], float]:
+    """Returns a function that takes one number of a group's option, which has two."""
+
+    def number(group: dict[str, Any]) -> float:
+        first, second = map(float, group[option])
+        return second if place else first
+
+    return number
 
 
 class Rprop(FusedOptimizer):
@@ -44,6 +55,12 @@ class Rprop(FusedOptimizer):
     """
 
     _rule = "rprop"
+    _rule_values: ClassVar[dict[str, Any]] = {
+        "etaminus": _of_pair("etas", 0),
+        "etaplus": _of_pair("etas", 1),
+        "step_size_min": _of_pair("step_sizes", 0),
+        "step_size_max": _of_pair("step_sizes", 1),
+    }
     _state_kinds: ClassVar[States] = {"prev": State(), "step_size": State(start="lr"), **COUNT}
     _learns_in_int4 = True
     _allocates_first = True
@@ -82,16 +99,6 @@ class Rprop(FusedOptimizer):
         shrinks, grows = options["etas"]
         if not 0.0 < shrinks < 1.0 < grows:
             raise ValueError(f"Invalid eta values: {shrinks}, {grows}")
-
-    def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
-        etaminus, etaplus = map(float, group["etas"])
-        smallest, largest = map(float, group["step_sizes"])
-        return group | {
-            "etaminus": etaminus,
-            "etaplus": etaplus,
-            "step_size_min": smallest,
-            "step_size_max": largest,
-        }
 
     def _formula(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]

@@ -81,10 +81,11 @@ class SparseAdam(FusedOptimizer):
     _against_sparse = None
     _strategy_class = _OfSparse
     _native_devices = ("cpu",)
-    _rule_constants: ClassVar[dict[str, Any]] = Adam._rule_constants | {
+    _rule_values: ClassVar[dict[str, Any]] = Adam._rule_values | {
         "amsgrad": False,
         "decoupled_weight_decay": True,
         "eps_before_bias": True,
+        "weight_decay": lambda group: group.get("weight_decay", 0.0),
     }
     _state_kinds: ClassVar[States] = {**plain("exp_avg", "exp_avg_sq"), **COUNT}
     _composite = True
@@ -121,9 +122,6 @@ class SparseAdam(FusedOptimizer):
                 self.param_groups.pop()
                 kind = "sparse" if weight.is_sparse else "complex"
                 raise ValueError(f"SparseAdam does not support {kind} parameters: {name} is one")
-
-    def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {"weight_decay": 0.0} | super()._rule_options(group)
 
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]

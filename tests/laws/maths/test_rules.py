@@ -41,7 +41,7 @@ def test_adam_in_all_its_forms(adds_eps_first):
     for corrects, decays_last in itertools.product((False, True), repeat=2):
 
         class Form(optim.AdamW):
-            _rule_constants = optim.AdamW._rule_constants | {
+            _rule_values = optim.AdamW._rule_values | {
                 "eps_before_bias": adds_eps_first,
                 "correct_bias": corrects,
                 "decay_last": decays_last,
