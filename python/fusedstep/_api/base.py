@@ -134,11 +134,6 @@ class FusedOptimizer(Owner):
         """A state of another library's optimizer with objects in it made tensors of ours."""
         return state
 
-    @classmethod
-    def _grouped(cls, weights: list[Tensor]) -> list[Any]:
-        """Returns weights, or groups of them, as the class takes them if nobody says more."""
-        return weights
-
     def _check_group(self, index: int, group: dict[str, Any]) -> None:
         """Raises what is wrong with a group, beyond what _check_kinds() does."""
 
@@ -240,6 +235,16 @@ class FusedOptimizer(Owner):
     _write_back = write_back
 
     # Groups and states
+
+    @classmethod
+    def _grouped(cls, weights: list[Tensor]) -> list[Any]:
+        """Returns weights, or groups of them, as the class takes them if nobody says more."""
+        if cls._by_dimensions is None:
+            return weights
+        matrices = [p for p in weights if p.ndim >= 2]
+        others = [p for p in weights if p.ndim < 2]
+        pairs = zip((matrices, others), cls._by_dimensions, strict=True)
+        return [{"params": some, **options} for some, options in pairs if some]
 
     def __repr__(self) -> str:
         """torch's text, and options that change nothing."""

@@ -48,17 +48,10 @@ class LowRankOptimizer(Owner):
     _learns_in_int4 = True
     _host_counts_steps = True  # a count tells which step makes bases
     _composite: ClassVar[bool] = True
+    _by_dimensions = ({}, {"rank": None})
     _foreign_states = frozenset({"projector", "seed"})
 
     # Options, and which groups
-
-    @classmethod
-    def _grouped(cls, weights: list[Tensor]) -> list[Any]:
-        matrices = [p for p in weights if p.ndim >= 2]
-        others = [p for p in weights if p.ndim < 2]
-        groups: list[dict[str, Any]]
-        groups = [{"params": matrices}, {"params": others, "rank": None}]
-        return [group for group in groups if group["params"]]
 
     @classmethod
     def _check_projection(cls, options: dict[str, Any]) -> None:

@@ -126,6 +126,9 @@ class Owner(Optimizer):
     #: Options of how states are stored that the constructor does not take, with the values that
     #: groups without the options have.
     _storage_not_taken: ClassVar[dict[str, Any]] = {}
+    #: Options of a group of all matrices, and of a group of all other weights; None where a class
+    #: steps both alike.
+    _by_dimensions: ClassVar[tuple[dict[str, Any], dict[str, Any]] | None] = None
     #: The argument of the constructor that chooses values of other options, if there is one.
     _preset: ClassVar[str | None] = None
 

@@ -185,6 +185,7 @@ class Muon(MuonSteps, Adam):
     _torch_fuses = False
     _option_kinds: ClassVar[Options] = {**SHARED, **MUON}
     _strategy_class = MuonStrategy
+    _by_dimensions = ({}, {"use_muon": False})
     _other = "AdamW"
     _against_sparse = "Muon does not support sparse gradients"
 
@@ -234,14 +235,6 @@ class Muon(MuonSteps, Adam):
         if not param_group.get("use_muon", of["use_muon"]):
             param_group = {"betas": of["betas"], "eps": of["adamw_eps"]} | param_group
         super().add_param_group(param_group)
-
-    @classmethod
-    def _grouped(cls, weights: list[Tensor]) -> list[Any]:
-        matrices = [p for p in weights if p.ndim >= 2]
-        others = [p for p in weights if p.ndim < 2]
-        groups: list[dict[str, Any]]
-        groups = [{"params": matrices}, {"params": others, "use_muon": False}]
-        return [group for group in groups if group["params"]]
 
     def _as_other(self, group: dict[str, Any]) -> dict[str, Any]:
         return as_adamw(group)

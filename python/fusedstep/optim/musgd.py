@@ -173,6 +173,7 @@ class MuSGD(MuonSteps, SGD):
         "use_muon": Flag(before=False),
         **_UNSET,
     }
+    _by_dimensions = ({"use_muon": True}, {})
     _other = "SGD"
     _strategy_class = _MuSGDStrategy
 
@@ -212,14 +213,6 @@ class MuSGD(MuonSteps, SGD):
         check_ranges(
             self._option_kinds, factors | {"weight_decay": group["weight_decay"]}, tensors=True
         )
-
-    @classmethod
-    def _grouped(cls, weights: list[Tensor]) -> list[Any]:
-        matrices = [p for p in weights if p.ndim >= 2]
-        others = [p for p in weights if p.ndim < 2]
-        groups: list[dict[str, Any]]
-        groups = [{"params": matrices, "use_muon": True}, {"params": others}]
-        return [group for group in groups if group["params"]]
 
     @property
     def muon(self) -> float:

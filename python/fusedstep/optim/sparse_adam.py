@@ -113,14 +113,13 @@ class SparseAdam(FusedOptimizer):
     ) -> None:
         super().__init__(params, locals())
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
+    def _check_group(self, index: int, group: dict[str, Any]) -> None:
         for place, weight in enumerate(group["params"]):
-            name = name_of(group, len(self.param_groups) - 1, place)
             if weight.is_sparse or weight.is_complex():
-                self.param_groups.pop()
-                kind = "sparse" if weight.is_sparse else "complex"
+                name, kind = (
+                    name_of(group, index, place),
+                    "sparse" if weight.is_sparse else "complex",
+                )
                 raise ValueError(f"SparseAdam does not support {kind} parameters: {name} is one")
 
     def _imperative(
