@@ -15,6 +15,7 @@ from fusedstep._factored.program import FactoredProgram, fuses, operands_of
 from fusedstep._options.shared import own_option
 from fusedstep._sharding.dtensor import is_dtensor, local
 from fusedstep._state.checks import with_name
+from fusedstep._state.kinds import Group
 from fusedstep._state.storage import way_of
 from fusedstep._step.factors import Factors
 from fusedstep._step.options import option_error
@@ -28,19 +29,15 @@ from fusedstep._step.support import why_not_native
 class FactoredSteps(Strategy):
     """Steps all groups as composites, of which native plans take those that are whole."""
 
-    def is_composite(self, optimizer: Owner, group: dict[str, Any]) -> bool:
+    def is_composite(self, optimizer: Owner, group: Group) -> bool:
         return True
 
-    def fuses(self, optimizer: Owner, group: dict[str, Any]) -> bool:
+    def fuses(self, optimizer: Owner, group: Group) -> bool:
         """Returns whether native operations step weights of a group, but for those they cannot."""
         return fuses(optimizer, group)
 
     def is_native(
-        self,
-        optimizer: Owner,
-        group: dict[str, Any],
-        weights: list[Tensor],
-        grads: Sequence[Tensor] = (),
+        self, optimizer: Owner, group: Group, weights: list[Tensor], grads: Sequence[Tensor] = ()
     ) -> bool:
         super().is_native(optimizer, group, weights, grads)
         reason = why_not_native(weights, grads)
@@ -58,7 +55,7 @@ class FactoredSteps(Strategy):
         self,
         optimizer: Owner,
         place: Place,
-        group: dict[str, Any],
+        group: Group,
         weights: list[Tensor],
         grads: list[Tensor],
     ) -> Work:
@@ -85,7 +82,7 @@ class FactoredSteps(Strategy):
     def check_operands(
         self,
         optimizer: Owner,
-        group: dict[str, Any],
+        group: Group,
         weights: list[Tensor],
         grads: list[Tensor],
         is_known: bool = False,
@@ -99,18 +96,14 @@ class FactoredSteps(Strategy):
             torch.ops.fusedstep.factored_check(list(map(local, weights)), list(map(local, grads)))
 
     def writes_natively(
-        self, optimizer: Owner, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+        self, optimizer: Owner, group: Group, weights: list[Tensor], grads: list[Tensor]
     ) -> bool:
         copied = any(way_of(group, weight) for weight in weights)  # a native operation steps copies
         is_native = self.fuses(optimizer, group) and why_not_native(weights, grads) is None
         return not copied and is_native
 
     def slots(
-        self,
-        optimizer: Owner,
-        group: dict[str, Any],
-        weights: list[Tensor],
-        states: list[dict[str, Tensor]],
+        self, optimizer: Owner, group: Group, weights: list[Tensor], states: list[dict[str, Tensor]]
     ) -> list[Tensor]:
         self.check_states(optimizer, group, weights)
         return list(itertools.chain(*operands_of(optimizer, group, weights, states)))
@@ -119,17 +112,13 @@ class FactoredSteps(Strategy):
         return FactoredProgram(optimizer, work, factors)
 
     def operands_of_formula(
-        self,
-        optimizer: Owner,
-        group: dict[str, Any],
-        weight: Tensor,
-        state: dict[str, Tensor],
+        self, optimizer: Owner, group: Group, weight: Tensor, state: dict[str, Tensor]
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         # A plain 16-bit weight has the eps of its own dtype, not that of the maths.
         eps = (first_eps(group, weight), group["eps"][1])
         return super().operands_of_formula(optimizer, group | {"eps": eps}, weight, state)
 
-    def exact_options(self, optimizer: Owner, group: dict[str, Any]) -> dict[str, Any]:
+    def exact_options(self, optimizer: Owner, group: Group) -> dict[str, Any]:
         first, least = group["eps"]
         found = {first_eps(group, weight) for weight in group["params"]}
         return {"eps": (found.pop(), least)} if first is None and len(found) == 1 else {}

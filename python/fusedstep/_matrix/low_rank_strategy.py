@@ -19,6 +19,7 @@ from fusedstep._matrix.scratch import Scratch
 from fusedstep._sharding.dtensor import is_dtensor, local, spread_of
 from fusedstep._state.checks import is_whole, with_name
 from fusedstep._state.codes import is_codes
+from fusedstep._state.kinds import Group
 from fusedstep._state.storage import way_of
 from fusedstep._step.factors import Factors
 from fusedstep._step.gradients import by_place
@@ -39,23 +40,17 @@ class LowRankSteps(Strategy):
         self.fresh: dict[Tensor, dict[str, Tensor]] = {}
         """New bases of the step under way."""
 
-    def is_composite(self, optimizer: Owner, group: dict[str, Any]) -> bool:
+    def is_composite(self, optimizer: Owner, group: Group) -> bool:
         return has_rank(group)
 
-    def exchanges(self, optimizer: Owner, group: dict[str, Any]) -> bool:
+    def exchanges(self, optimizer: Owner, group: Group) -> bool:
         return super().exchanges(optimizer, group) or has_rank(group)
 
-    def products_dtype(
-        self, optimizer: Owner, group: dict[str, Any], weight: Tensor
-    ) -> torch.dtype | None:
+    def products_dtype(self, optimizer: Owner, group: Group, weight: Tensor) -> torch.dtype | None:
         return dtype_of_products(weight) if has_rank(group) else None
 
     def is_native(
-        self,
-        optimizer: Owner,
-        group: dict[str, Any],
-        weights: list[Tensor],
-        grads: Sequence[Tensor] = (),
+        self, optimizer: Owner, group: Group, weights: list[Tensor], grads: Sequence[Tensor] = ()
     ) -> bool:
         if has_rank(group):
             # Before bases of other sides are made beside them.
@@ -67,11 +62,7 @@ class LowRankSteps(Strategy):
         return is_native
 
     def takes_scratch(
-        self,
-        optimizer: Owner,
-        group: dict[str, Any],
-        weights: list[Tensor],
-        grads: Sequence[Tensor],
+        self, optimizer: Owner, group: Group, weights: list[Tensor], grads: Sequence[Tensor]
     ) -> bool:
         """Returns whether products and a native step do a group with a rank; raises if they must.
 
@@ -86,7 +77,7 @@ class LowRankSteps(Strategy):
         is_slow = any(p.is_cpu and p.dtype is torch.float16 for p in weights)
         return reason is None and bool(group.get("fused") or not is_slow)
 
-    def check_states(self, optimizer: Owner, group: dict[str, Any], weights: list[Tensor]) -> None:
+    def check_states(self, optimizer: Owner, group: Group, weights: list[Tensor]) -> None:
         """Raises if states are no longer those that the options of a group ask for."""
         of = cast("LowRankOptimizer", optimizer)
         of._check_projected(group, weights)
@@ -128,12 +119,7 @@ class LowRankSteps(Strategy):
     # The step
 
     def launches(
-        self,
-        optimizer: Owner,
-        index: int,
-        group: dict[str, Any],
-        weights: list[Tensor],
-        grads: list[Tensor],
+        self, optimizer: Owner, index: int, group: Group, weights: list[Tensor], grads: list[Tensor]
     ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
         if not has_rank(group):
             return super().launches(optimizer, index, group, weights, grads)
@@ -143,7 +129,7 @@ class LowRankSteps(Strategy):
         self,
         optimizer: Owner,
         place: Place,
-        group: dict[str, Any],
+        group: Group,
         weights: list[Tensor],
         grads: list[Tensor],
     ) -> Work:
@@ -188,11 +174,7 @@ class LowRankSteps(Strategy):
         return program
 
     def operands_of_formula(
-        self,
-        optimizer: Owner,
-        group: dict[str, Any],
-        weight: Tensor,
-        state: dict[str, Tensor],
+        self, optimizer: Owner, group: Group, weight: Tensor, state: dict[str, Tensor]
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if has_rank(group):
             commit(self.fresh[weight], optimizer._state[weight])
@@ -212,7 +194,7 @@ def _check_values(weights: list[Tensor]) -> None:
 
 
 def _has_plan(
-    optimizer: Owner, scratch: Scratch, place: Place, group: dict[str, Any], weights: list[Tensor]
+    optimizer: Owner, scratch: Scratch, place: Place, group: Group, weights: list[Tensor]
 ) -> bool:
     """Returns whether a group still has the plan over scratch memory of the last step."""
     return (
@@ -222,7 +204,7 @@ def _has_plan(
     )
 
 
-def _new_scratch(optimizer: Owner, group: dict[str, Any], weights: list[Tensor]) -> Scratch:
+def _new_scratch(optimizer: Owner, group: Group, weights: list[Tensor]) -> Scratch:
     states = [optimizer._store.with_count(group, p) for p in weights]
     # The shapes are of this process's part: the sides are those of the whole weight.
     sides = [(sides_of(group, p.shape), *matrix_shape(local(p))) for p in weights]
@@ -233,7 +215,7 @@ def _new_scratch(optimizer: Owner, group: dict[str, Any], weights: list[Tensor])
     return scratch
 
 
-def _kind(group: dict[str, Any], weights: list[Tensor]) -> tuple[Any, ...]:
+def _kind(group: Group, weights: list[Tensor]) -> tuple[Any, ...]:
     """All that scratch memory is made for."""
     names = ("rank", "proj_type", "proj", "svd", "stagger", "scale_type", "state_dtype")
     options = [group.get(name) for name in names]

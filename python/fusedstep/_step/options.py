@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fusedstep._options.kinds import numeric
+from fusedstep._state.kinds import Group
 from fusedstep._step.owner import Owner
 from fusedstep._step.plan import Work, same
 
@@ -14,19 +15,19 @@ from fusedstep._step.plan import Work, same
 _IMMUTABLE = (bool, int, float, str, torch.dtype, type(None))
 
 
-def has_passed(optimizer: Owner, group: dict[str, Any]) -> bool:
+def has_passed(optimizer: Owner, group: Group) -> bool:
     """Returns whether a step has checked the options of a group; numbers may have changed since."""
     known = optimizer._passed.get(id(group["params"]))
     return known is not None and same(_items_of(group), known)
 
 
-def note_passed(optimizer: Owner, group: dict[str, Any]) -> None:
+def note_passed(optimizer: Owner, group: Group) -> None:
     """Notes options that a step has checked, if none can change in place but for the ``lr``."""
     if is_fixed(group, but_for="lr"):
         optimizer._passed[id(group["params"])] = _items_of(group)
 
 
-def _items_of(group: dict[str, Any]) -> list[Any]:
+def _items_of(group: Group) -> list[Any]:
     """The names and the values of a group's options, as objects to compare; floats may change.
 
     Without the list of weights, which may be another one when the group has others.
@@ -35,7 +36,7 @@ def _items_of(group: dict[str, Any]) -> list[Any]:
     return [*options, *(float if type(value) is float else value for value in options.values())]
 
 
-def is_fixed(group: dict[str, Any], *, but_for: str = "") -> bool:
+def is_fixed(group: Group, *, but_for: str = "") -> bool:
     """Returns whether no option of a group can change in place, but for the one of this name."""
     return isinstance(group["params"], list) and all(
         name in ("params", but_for)

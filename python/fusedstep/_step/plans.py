@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fusedstep._options.shared import own_option
 from fusedstep._state import storage
+from fusedstep._state.kinds import Group
 from fusedstep._step.owner import Owner, Place
 from fusedstep._step.plan import Plan, PlansAside, plans_of_nobody, same
 
@@ -79,7 +80,7 @@ def plan_at(optimizer: Owner, place: Place, weights: list[Tensor]) -> Plan | Non
     return found
 
 
-def is_of_options(optimizer: Owner, plan: Plan, place: Place, group: dict[str, Any]) -> bool:
+def is_of_options(optimizer: Owner, plan: Plan, place: Place, group: Group) -> bool:
     """Returns whether a plan is that of its weights by the present options of their group."""
     return (
         plan.names == optimizer._store.names_of(group, plan.weights[0])
@@ -91,7 +92,7 @@ def is_of_options(optimizer: Owner, plan: Plan, place: Place, group: dict[str, A
     )
 
 
-def _has_places(optimizer: Owner, plan: Plan, place: Place, group: dict[str, Any]) -> bool:
+def _has_places(optimizer: Owner, plan: Plan, place: Place, group: Group) -> bool:
     """Returns whether weights that are rounded at random are where they were in the groups.
 
     Plans of buckets are forgotten when the groups are edited.

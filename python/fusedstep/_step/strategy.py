@@ -20,6 +20,7 @@ from fusedstep._state.checks import (
     check_writable,
     with_name,
 )
+from fusedstep._state.kinds import Group
 from fusedstep._step.factors import Factors
 from fusedstep._step.gradients import by_place
 from fusedstep._step.options import has_passed
@@ -41,15 +42,15 @@ class Strategy:
 
     # Which steps a group takes
 
-    def is_composite(self, optimizer: Owner, group: dict[str, Any]) -> bool:
+    def is_composite(self, optimizer: Owner, group: Group) -> bool:
         """Returns whether a group has no plan of its weights, and is stepped by the program."""
         return False
 
-    def exchanges(self, optimizer: Owner, group: dict[str, Any]) -> bool:
+    def exchanges(self, optimizer: Owner, group: Group) -> bool:
         """Returns whether steps of a group add up numbers of its weights over the processes."""
         return not optimizer._elementwise
 
-    def sparse_error(self, optimizer: Owner, group: dict[str, Any]) -> str | None:
+    def sparse_error(self, optimizer: Owner, group: Group) -> str | None:
         """Text of the error for a sparse gradient; None where only its rows are updated."""
         for name in optimizer._zero_with_sparse:
             if group[name] != 0:
@@ -58,11 +59,7 @@ class Strategy:
         return None if text is None else text.format(name=type(optimizer).__name__)
 
     def is_native(
-        self,
-        optimizer: Owner,
-        group: dict[str, Any],
-        weights: list[Tensor],
-        grads: Sequence[Tensor] = (),
+        self, optimizer: Owner, group: Group, weights: list[Tensor], grads: Sequence[Tensor] = ()
     ) -> bool:
         """Returns whether a native plan updates these weights; raises if one must but cannot."""
         for p in weights:
@@ -80,12 +77,7 @@ class Strategy:
         return reason is None
 
     def launches(
-        self,
-        optimizer: Owner,
-        index: int,
-        group: dict[str, Any],
-        weights: list[Tensor],
-        grads: list[Tensor],
+        self, optimizer: Owner, index: int, group: Group, weights: list[Tensor], grads: list[Tensor]
     ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
         """The weights and gradients of a group, those together that are updated at one go."""
         whole = optimizer._plans.get((index, 0))
@@ -99,7 +91,7 @@ class Strategy:
         self,
         optimizer: Owner,
         place: Place,
-        group: dict[str, Any],
+        group: Group,
         weights: list[Tensor],
         grads: list[Tensor],
     ) -> Work:
@@ -129,7 +121,7 @@ class Strategy:
         return Work(group, weights, grads, plan, place[0], is_queued=is_queued)
 
     def _new_plan(
-        self, optimizer: Owner, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+        self, optimizer: Owner, group: Group, weights: list[Tensor], grads: list[Tensor]
     ) -> Plan | None:
         """The native plan of a group's weights; None where torch operations update them."""
         sparse = self.has_sparse(optimizer, group, grads)
@@ -169,14 +161,14 @@ class Strategy:
     def check_options(self, optimizer: Owner, item: Work) -> None:
         """Raises an option that only this class has, if a step cannot take it."""
 
-    def check_states(self, optimizer: Owner, group: dict[str, Any], weights: list[Tensor]) -> None:
+    def check_states(self, optimizer: Owner, group: Group, weights: list[Tensor]) -> None:
         """Raises if a state of a composite group's weights is not as the step needs it."""
         optimizer._store.check(group, weights)
 
     def check_operands(
         self,
         optimizer: Owner,
-        group: dict[str, Any],
+        group: Group,
         weights: list[Tensor],
         grads: list[Tensor],
         is_known: bool = False,
@@ -212,7 +204,7 @@ class Strategy:
             optimizer._seen = None  # for states have been made
 
     def is_known(
-        self, optimizer: Owner, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+        self, optimizer: Owner, group: Group, weights: list[Tensor], grads: list[Tensor]
     ) -> bool:
         """Returns whether a composite's operands, states and options have been checked.
 
@@ -223,7 +215,7 @@ class Strategy:
         operands = optimizer._memory.get(weights[0])
         return operands is not None and operands.are(weights, grads)
 
-    def has_sparse(self, optimizer: Owner, group: dict[str, Any], grads: list[Tensor]) -> bool:
+    def has_sparse(self, optimizer: Owner, group: Group, grads: list[Tensor]) -> bool:
         """Returns whether gradients are sparse; raises them if the class takes none."""
         sparse = any(grad.layout is not torch.strided for grad in grads)
         if sparse and (error := self.sparse_error(optimizer, group)):
@@ -233,7 +225,7 @@ class Strategy:
         return sparse
 
     def writes_natively(
-        self, optimizer: Owner, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+        self, optimizer: Owner, group: Group, weights: list[Tensor], grads: list[Tensor]
     ) -> bool:
         """Returns whether a native operation changes weights that have no plan."""
         return False
@@ -241,11 +233,7 @@ class Strategy:
     # The step
 
     def slots(
-        self,
-        optimizer: Owner,
-        group: dict[str, Any],
-        weights: list[Tensor],
-        states: list[dict[str, Tensor]],
+        self, optimizer: Owner, group: Group, weights: list[Tensor], states: list[dict[str, Tensor]]
     ) -> list[Tensor]:
         """The states of a group's weights as the native rule has them, slot by slot."""
         names = optimizer._store.names_of(group, weights[0])
@@ -256,11 +244,7 @@ class Strategy:
         return Program(optimizer, work, factors)
 
     def operands_of_formula(
-        self,
-        optimizer: Owner,
-        group: dict[str, Any],
-        weight: Tensor,
-        state: dict[str, Tensor],
+        self, optimizer: Owner, group: Group, weight: Tensor, state: dict[str, Tensor]
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The options and the state by which the formula steps a weight.
 
@@ -269,11 +253,7 @@ class Strategy:
         return group, state
 
     def written_early(
-        self,
-        optimizer: Owner,
-        group: dict[str, Any],
-        weight: Tensor,
-        kept: dict[str, Tensor],
+        self, optimizer: Owner, group: Group, weight: Tensor, kept: dict[str, Tensor]
     ) -> list[Tensor] | None:
         """What the formula's step of a weight may have written before its last allocation.
 
@@ -283,13 +263,11 @@ class Strategy:
 
     # The precision of a step
 
-    def products_dtype(
-        self, optimizer: Owner, group: dict[str, Any], weight: Tensor
-    ) -> torch.dtype | None:
+    def products_dtype(self, optimizer: Owner, group: Group, weight: Tensor) -> torch.dtype | None:
         """The precision of the matrix products that a weight moves by; None for other weights."""
         return None
 
-    def exact_options(self, optimizer: Owner, group: dict[str, Any]) -> dict[str, Any]:
+    def exact_options(self, optimizer: Owner, group: Group) -> dict[str, Any]:
         """Options with which float64 copies of a group's weights take the same step, exactly."""
         return {}
 

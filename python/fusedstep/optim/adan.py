@@ -13,7 +13,7 @@ from fusedstep._options.kinds import Betas, Flag, Number, Options, as_number, ch
 from fusedstep._options.shared import CAPTURABLE, EPSILON, OF_TORCH
 from fusedstep._sharding.dtensor import is_dtensor
 from fusedstep._state.counts import read_count, write_count
-from fusedstep._state.kinds import COUNT, States, plain
+from fusedstep._state.kinds import COUNT, Group, States, plain
 from fusedstep._step.factors import Factors
 from fusedstep._step.owner import Owner
 from fusedstep._step.plan import Work
@@ -28,12 +28,7 @@ class _InLists(Strategy):
     """Takes a group with ``foreach=False`` weight by weight, and one with it by a program."""
 
     def launches(
-        self,
-        optimizer: Owner,
-        index: int,
-        group: dict[str, Any],
-        weights: list[Tensor],
-        grads: list[Tensor],
+        self, optimizer: Owner, index: int, group: Group, weights: list[Tensor], grads: list[Tensor]
     ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
         if group["foreach"] is not False:
             return super().launches(optimizer, index, group, weights, grads)

@@ -21,7 +21,7 @@ from fusedstep._options.kinds import (
 from fusedstep._options.shared import SHARED
 from fusedstep._sharding.dtensor import is_dtensor, local
 from fusedstep._state.checks import name_of
-from fusedstep._state.kinds import COUNT, State, States, same_shape
+from fusedstep._state.kinds import COUNT, Group, State, States, same_shape
 from fusedstep._step.factors import Factors
 from fusedstep._step.options import option_error
 from fusedstep._step.owner import Owner
@@ -39,7 +39,7 @@ _RESIDUALS = ("exp_avg_res_row", "exp_avg_res_col")
 class _OfBlocks(Strategy):
     """Steps all groups block by block, without a plan."""
 
-    def is_composite(self, optimizer: Owner, group: dict[str, Any]) -> bool:
+    def is_composite(self, optimizer: Owner, group: Group) -> bool:
         return True
 
     def check_options(self, optimizer: Owner, item: Work) -> None:

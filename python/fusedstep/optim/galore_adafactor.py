@@ -17,7 +17,7 @@ from fusedstep._matrix.low_rank_strategy import LowRankSteps
 from fusedstep._matrix.products import add_back, as_matrix, project, size_between
 from fusedstep._matrix.projection import LEFT, RIGHT
 from fusedstep._options.kinds import Number, Options
-from fusedstep._state.kinds import States
+from fusedstep._state.kinds import Group, States
 from fusedstep._step.owner import Owner
 from fusedstep.optim.adafactor import Adafactor
 
@@ -27,27 +27,19 @@ __all__ = ["GaLoreAdafactor"]
 class _FactoredLowRankSteps(LowRankSteps, FactoredSteps):
     """Steps groups with a rank by the formula: no plan steps moments of projected rows."""
 
-    def is_composite(self, optimizer: Owner, group: dict[str, Any]) -> bool:
+    def is_composite(self, optimizer: Owner, group: Group) -> bool:
         return True
 
     def takes_scratch(
-        self,
-        optimizer: Owner,
-        group: dict[str, Any],
-        weights: list[Tensor],
-        grads: Sequence[Tensor],
+        self, optimizer: Owner, group: Group, weights: list[Tensor], grads: Sequence[Tensor]
     ) -> bool:
         return False
 
-    def fuses(self, optimizer: Owner, group: dict[str, Any]) -> bool:
+    def fuses(self, optimizer: Owner, group: Group) -> bool:
         return not has_rank(group) and super().fuses(optimizer, group)
 
     def written_early(
-        self,
-        optimizer: Owner,
-        group: dict[str, Any],
-        weight: Tensor,
-        kept: dict[str, Tensor],
+        self, optimizer: Owner, group: Group, weight: Tensor, kept: dict[str, Tensor]
     ) -> list[Tensor] | None:
         is_plain = weight.dim() == 2 and not optimizer._store.has_wide(group, weight)
         if not (has_rank(group) and is_plain):

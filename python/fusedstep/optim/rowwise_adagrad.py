@@ -12,7 +12,7 @@ from fusedstep._options.kinds import Flag, Number, Options
 from fusedstep._options.shared import EPSILON, SHARED
 from fusedstep._sharding.dtensor import is_dtensor
 from fusedstep._state.checks import name_of
-from fusedstep._state.kinds import COUNT, State, States
+from fusedstep._state.kinds import COUNT, Group, State, States
 from fusedstep._step.owner import Owner
 from fusedstep._step.strategy import Strategy
 
@@ -27,12 +27,7 @@ class _OfRows(Strategy):
     """Takes gradients of whole rows."""
 
     def launches(
-        self,
-        optimizer: Owner,
-        index: int,
-        group: dict[str, Any],
-        weights: list[Tensor],
-        grads: list[Tensor],
+        self, optimizer: Owner, index: int, group: Group, weights: list[Tensor], grads: list[Tensor]
     ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
         for grad in grads:
             if grad.is_sparse and grad.sparse_dim() != 1:

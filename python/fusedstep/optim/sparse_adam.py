@@ -12,7 +12,7 @@ from fusedstep._api.base import FusedOptimizer
 from fusedstep._options.kinds import Betas, Number, Options, floats
 from fusedstep._options.shared import EPSILON, SHARED
 from fusedstep._state.checks import name_of
-from fusedstep._state.kinds import COUNT, States, plain
+from fusedstep._state.kinds import COUNT, Group, States, plain
 from fusedstep._step.owner import Owner
 from fusedstep._step.strategy import Strategy
 from fusedstep.optim.adam import Adam
@@ -24,12 +24,7 @@ class _OfSparse(Strategy):
     """Takes sparse gradients alone."""
 
     def launches(
-        self,
-        optimizer: Owner,
-        index: int,
-        group: dict[str, Any],
-        weights: list[Tensor],
-        grads: list[Tensor],
+        self, optimizer: Owner, index: int, group: Group, weights: list[Tensor], grads: list[Tensor]
     ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
         if any(grad.layout is torch.strided for grad in grads):
             raise RuntimeError(
