@@ -37,20 +37,15 @@ from fusedstep._state import storage
 from fusedstep._state.checks import check_storage, check_storage_is_taken
 from fusedstep._state.codes import OF_INT4, warn_of_codes
 from fusedstep._state.states import StateStore
-from fusedstep._step.binding import (
-    may_be_skipped,
-    spread_weights,
-    wants_native,
-    why_no_kernels,
-)
+from fusedstep._step.binding import spread_weights
 from fusedstep._step.hooks import is_compiling, outside_graphs, with_hooks
+from fusedstep._step.kernels import wants_native
 from fusedstep._step.nonfinite import SkippedSteps
 from fusedstep._step.owner import Owner
 from fusedstep._step.plans import forget_plans
 from fusedstep._step.strategy import Strategy, strategy_of
 from fusedstep._step.support import why_not_native
 from fusedstep._torch_ops.imperative import (
-    imperative_step,
     imperative_steps,
     rehearse,
     widened,
@@ -224,13 +219,10 @@ class FusedOptimizer(Owner):
     _accessed_states = accessed_states
     _look_for_holders = look_for_holders
     _wants_native = wants_native
-    _why_not_native = why_no_kernels
     _forget_plans = forget_plans
     _spread_weights = spread_weights
-    _may_be_skipped = may_be_skipped
     _rehearse = rehearse
     _imperative_steps = imperative_steps
-    _imperative_step = imperative_step
     _widened = widened
     _write_back = write_back
 
@@ -309,7 +301,7 @@ class FusedOptimizer(Owner):
         if isinstance(kind, str):
             self._warn_of_codes(group, kind)
         for kind in {p.device.type for p in group["params"]}.intersection(ops.DEVICES):
-            if self._wants_native(group) and ops.missing_on(kind):
+            if wants_native(self, group) and ops.missing_on(kind):
                 ops.warn_missing(kind)
 
     # The step
@@ -431,7 +423,7 @@ class FusedOptimizer(Owner):
     def _takes_operations(self, group: dict[str, Any]) -> bool:
         """Returns whether native operations without a plan step the weights of a group."""
         weights, is_composite = group["params"], strategy_of(self).is_composite(self, group)
-        is_asked = is_composite and self._wants_native(group)
+        is_asked = is_composite and wants_native(self, group)
         return bool(weights) and is_asked and why_not_native(weights) is None
 
     def _isa(self) -> str:

@@ -18,6 +18,7 @@ from fusedstep._native import ops
 from fusedstep._options.shared import own_option
 from fusedstep._sharding.dtensor import is_dtensor
 from fusedstep._state.storage import way_of
+from fusedstep._step.kernels import wants_native, why_no_kernels
 from fusedstep._step.owner import Owner
 from fusedstep._step.strategy import strategy_of
 from fusedstep._step.support import why_not_readable
@@ -37,7 +38,7 @@ def trace_update(optimizer: Owner) -> bool:
         present = [i for i, p in enumerate(group["params"]) if p.grad is not None]
         weights = [group["params"][i] for i in present]
         own_option(group, "state_dtype")  # another value makes another graph
-        if not (optimizer._wants_native(group) and _make_ready(name, index, present, compiles)):
+        if not (wants_native(optimizer, group) and _make_ready(name, index, present, compiles)):
             return False
         if not (compiles or _can_be_listed([p.grad for p in weights])):
             return False
@@ -97,7 +98,7 @@ def _make_ready(optimizer: str, index: int, present: list[int], compiles: bool) 
         return False
     if any(name in group for name in owner._storage_not_taken):  # an error, perhaps
         return False
-    if owner._why_not_native(weights) or any(map(is_dtensor, weights)):
+    if why_no_kernels(owner, weights) or any(map(is_dtensor, weights)):
         return False
     if compiles and _is_edited_in_graph(group):
         return False

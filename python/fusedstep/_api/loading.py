@@ -19,6 +19,7 @@ from fusedstep._api.saved import (
 from fusedstep._native import ops
 from fusedstep._options.kinds import make_plain
 from fusedstep._options.shared import fill_own
+from fusedstep._step.kernels import wants_native, why_no_kernels
 from fusedstep._step.owner import Owner
 
 
@@ -129,5 +130,5 @@ def _take_over(
         for p in weights:
             optimizer._store.convert(group, p)
         optimizer._store.create_later(group, weights, optimizer._groups)
-        if optimizer._wants_native(group) and not optimizer._why_not_native(weights):
+        if wants_native(optimizer, group) and not why_no_kernels(optimizer, weights):
             optimizer._store.place(group, weights, from_dictionary=is_loading)

@@ -35,6 +35,7 @@ from fusedstep._state.codes import (
 )
 from fusedstep._state.kinds import numbers_of, shapes_of
 from fusedstep._state.storage import BESIDE, LOW, asked_way
+from fusedstep._step.kernels import wants_native
 from fusedstep._step.owner import Owner
 
 #: What to do about an option that a class does not know.
@@ -176,7 +177,7 @@ def check_saved_options(optimizer: Owner, index: int, saved: dict[str, Any]) -> 
     except (TypeError, ValueError) as error:
         raise type(error)(f"group {index} of the dictionary: {error}") from None
     options = optimizer.defaults | optimizer._later_options | saved
-    optimizer._wants_native(options)  # raises options that exclude each other
+    wants_native(optimizer, options)  # raises options that exclude each other
 
 
 def check_state(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusedstep._api.repeat import last_step
 from fusedstep._native import ops
-from fusedstep._step.binding import bind_groups, checked_options
+from fusedstep._step.binding import bind_groups, checked_options, spread_weights
 from fusedstep._step.clip import Asked, factors_of, norm_of
 from fusedstep._step.factors import PLAIN, Factors, is_one
 from fusedstep._step.gradients import cut_off, treat_grads
@@ -35,7 +35,7 @@ def update_all(
         eps = float(optimizer._groups[-1][eps])
     skips = optimizer._skips_nonfinite()
     asked = Asked(max_norm, own_max_norm, eps, error_if_nonfinite, skips)
-    spread = optimizer._spread_weights() if asked.is_norm else None
+    spread = spread_weights(optimizer) if asked.is_norm else None
     factors = factors_of(work, scaler, asked, spread)
     if error_if_nonfinite and spread is not None:
         check_norm(factors, work, spread, optimizer._groups)
@@ -86,7 +86,7 @@ def update_bucket(optimizer: Owner, bucket: Bucket, clip: float | Tensor | None)
         )
     work, factors = bind_groups(optimizer, bucket), PLAIN
     if clip is not None:
-        factors = Factors(clip=clip, norm=norm_of(work, optimizer._spread_weights()))
+        factors = Factors(clip=clip, norm=norm_of(work, spread_weights(optimizer)))
     _update_groups(optimizer, work, factors, "none")
     for item in work:
         for weight in item.weights:
@@ -107,7 +107,7 @@ def _update_groups(
         )
         for item in work
     ]
-    spread = None if optimizer._elementwise else optimizer._spread_weights()
+    spread = None if optimizer._elementwise else spread_weights(optimizer)
     others = [item for item in work if not item.plan]
     with strategy_of(optimizer).program(optimizer, others, factors) as program:
         program.prepare()

@@ -23,18 +23,21 @@ from fusedstep._factored.steps import Call, native_parts, part_by_torch, step_pa
 from fusedstep._sharding.dtensor import local
 from fusedstep._state.counts import count_steps
 from fusedstep._state.storage import way_of
+from fusedstep._step.binding import spread_weights
+from fusedstep._step.kernels import wants_native
 from fusedstep._step.owner import Owner
 from fusedstep._step.plan import Work
 from fusedstep._step.program import Pass, Program
 from fusedstep._step.sums import place_of
 from fusedstep._step.support import why_not_native
 from fusedstep._step.undo import undone_on_error
+from fusedstep._torch_ops.imperative import imperative_step, widened, write_back
 
 
 def fuses(optimizer: Owner, group: dict[str, Any]) -> bool:
     """Returns whether native operations step weights of a group, but for those they cannot."""
     is_seen = torch._C._len_torch_dispatch_stack() > 0  # by a mode, operator by operator
-    return optimizer._wants_native(group) and not is_seen
+    return wants_native(optimizer, group) and not is_seen
 
 
 def operands_of(
@@ -84,7 +87,7 @@ class FactoredProgram(Program):
 
     def run(self, work: list[Work]) -> list[Pass]:
         """Steps weights spread over processes phase by phase, those of all groups together."""
-        spread = self.optimizer._spread_weights()
+        spread = spread_weights(self.optimizer)
         if spread.places:
             are_spread = [place_of(item.weights[0]) is not None for item in work]
             passes = map(self._passes, itertools.compress(work, are_spread))
@@ -161,10 +164,10 @@ class FactoredProgram(Program):
 
         def put(wide: Tensor) -> None:
             self._account_for([weight], [state["step"]])
-            of._write_back(group, weight, wide, state)
+            write_back(of, group, weight, wide, state)
 
-        widened = functools.partial(of._widened, group, weight, state)
-        return part_by_torch(weight, widened, put, grad, moments, average, numbers)
+        value = functools.partial(widened, of, group, weight, state)
+        return part_by_torch(weight, value, put, grad, moments, average, numbers)
 
     def _numbers_at(self, group: dict[str, Any], parts: _Parts, call: Call) -> dict[str, Any]:
         numbers = numbers_at(group, call.step, call.eps)
@@ -176,7 +179,7 @@ class FactoredProgram(Program):
         parts, progress = self._parts_of(group, weights, grads), self.optimizer._progress
         for place in parts.alone:
             weight, grad = weights[place], grads[place]
-            step = functools.partial(self.optimizer._imperative_step, group, weight, grad)
+            step = functools.partial(imperative_step, self.optimizer, group, weight, grad)
             progress.take([weight], step)
         for call in parts.calls:
             found = [local(grads[i]) for i in call.places]
@@ -213,11 +216,11 @@ class FactoredProgram(Program):
             take()
             self._account_for(call.weights, call.counts)
             for weight, value in zip(call.weights, values, strict=True):
-                self.optimizer._write_back(group, weight, value, self.optimizer._state[weight])
+                write_back(self.optimizer, group, weight, value, self.optimizer._state[weight])
 
     def _values(self, group: dict[str, Any], call: Call) -> list[Tensor]:
         """The tensors that a call moves: the weights, or their values in float32."""
         if way_of(group, call.weights[0]) is None:
             return call.weights
         of = self.optimizer
-        return [of._widened(group, weight, of._state[weight]) for weight in call.weights]
+        return [widened(of, group, weight, of._state[weight]) for weight in call.weights]

@@ -18,6 +18,7 @@ from fusedstep._state.checks import with_name
 from fusedstep._state.kinds import Group
 from fusedstep._state.storage import way_of
 from fusedstep._step.factors import Factors
+from fusedstep._step.kernels import may_be_skipped, wants_native
 from fusedstep._step.options import option_error
 from fusedstep._step.owner import Owner, Place
 from fusedstep._step.plan import Work
@@ -92,7 +93,7 @@ class FactoredSteps(Strategy):
         if is_known and operands and operands.derived:
             if not all(call.read_counts() for call in operands.derived.calls):
                 operands.derived = None
-        elif optimizer._wants_native(group) and why_not_native(weights, grads) is None:
+        elif wants_native(optimizer, group) and why_not_native(weights, grads) is None:
             torch.ops.fusedstep.factored_check(list(map(local, weights)), list(map(local, grads)))
 
     def writes_natively(
@@ -131,6 +132,6 @@ def _is_sharded(weight: Tensor) -> bool:
 def _host_counts(optimizer: Owner, weights: list[Tensor]) -> bool:
     """Returns whether the host counts the steps of weights on a device, as the plan needs."""
     counts = (optimizer._state[p]["step"] for p in weights if optimizer._state.get(p))
-    return not optimizer._may_be_skipped() and all(
+    return not may_be_skipped(optimizer) and all(
         not isinstance(count, Tensor) or count.is_cpu for count in counts
     )

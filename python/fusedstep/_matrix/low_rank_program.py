@@ -37,6 +37,7 @@ from fusedstep._sharding.dtensor import is_dtensor, local
 from fusedstep._sharding.exchange import cut_of
 from fusedstep._state.codes import absmax_of
 from fusedstep._state.storage import way_of
+from fusedstep._step.binding import spread_weights
 from fusedstep._step.factors import Factors
 from fusedstep._step.nonfinite import not_finite
 from fusedstep._step.owner import Owner
@@ -44,6 +45,7 @@ from fusedstep._step.plan import Work
 from fusedstep._step.program import Pass, Program, add_up, run
 from fusedstep._step.sums import SpreadWeights
 from fusedstep._step.undo import Reserve, Saved, is_out_of_memory, undone_on_error
+from fusedstep._torch_ops.imperative import widened, write_back
 
 #: Work with a native plan over its scratch memory.
 _Pair = tuple[Work, Scratch]
@@ -135,7 +137,7 @@ class LowRankProgram(Program):
             if has_rank(group)
             for p in group["params"]
         )
-        return self.optimizer._spread_weights() if any(cut) else None
+        return spread_weights(self.optimizer) if any(cut) else None
 
     def _project(self, item: Work, scratch: Scratch | None) -> None:
         """Makes the bases of a group that are due, and its low-rank gradients."""
@@ -296,7 +298,7 @@ class LowRankProgram(Program):
         group, weight, bases = item.group, item.weights[index], None
         wide, state = weight, self.bases.states[weight]
         if way_of(group, weight) is not None:
-            wide = self.optimizer._widened(group, weight, state)
+            wide = widened(self.optimizer, group, weight, state)
             bases = functools.partial(self.bases.of, group, weight)
         target = local(wide)
         matrix = as_matrix(target)
@@ -304,7 +306,7 @@ class LowRankProgram(Program):
         if matrix is not target and matrix.data_ptr() != target.data_ptr():  # no matrix's strides
             target.copy_(matrix.view(target.shape))
         if wide is not weight:
-            self.optimizer._write_back(group, weight, wide, state)
+            write_back(self.optimizer, group, weight, wide, state)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self.bases.end(is_taken=error is None)

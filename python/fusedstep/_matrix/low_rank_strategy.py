@@ -23,6 +23,7 @@ from fusedstep._state.kinds import Group
 from fusedstep._state.storage import way_of
 from fusedstep._step.factors import Factors
 from fusedstep._step.gradients import by_place
+from fusedstep._step.kernels import wants_native, why_no_kernels
 from fusedstep._step.owner import Owner, Place
 from fusedstep._step.plan import Work, same
 from fusedstep._step.program import Program
@@ -68,9 +69,9 @@ class LowRankSteps(Strategy):
 
         Otherwise the formula does.
         """
-        if not optimizer._wants_native(group):
+        if not wants_native(optimizer, group):
             return False
-        reason = optimizer._why_not_native(weights, grads)
+        reason = why_no_kernels(optimizer, weights, grads)
         if reason and group.get("fused"):
             raise RuntimeError(reason)
         # CPUs multiply float16 so slowly that the formula, which is float32, takes less time.
@@ -199,7 +200,7 @@ def _has_plan(
     """Returns whether a group still has the plan over scratch memory of the last step."""
     return (
         optimizer._plans.get(place) is scratch.plan
-        and optimizer._wants_native(group)
+        and wants_native(optimizer, group)
         and same(weights, scratch.weights)
     )
 

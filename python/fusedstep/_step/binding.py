@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from torch import Tensor
 
 from fusedstep._options.kinds import check_floats, has_text
-from fusedstep._options.shared import own_option
-from fusedstep._state import storage
 from fusedstep._state.checks import check_storage_is_taken
 from fusedstep._step.factors import PLAIN, Factors
 from fusedstep._step.gradients import with_gradients
@@ -19,36 +16,6 @@ from fusedstep._step.plan import Bucket, Snapshot, Work
 from fusedstep._step.plans import forget_removed
 from fusedstep._step.strategy import strategy_of
 from fusedstep._step.sums import SpreadWeights
-from fusedstep._step.support import why_not_native
-
-
-def wants_native(optimizer: Owner, group: dict[str, Any]) -> bool:
-    """Returns whether the options of a group ask for native kernels, or allow them."""
-    foreach = optimizer._foreach_means_unfused and group.get("foreach")
-    fused, differentiable = own_option(group, "fused"), group.get("differentiable", False)
-    if differentiable and isinstance(own_option(group, "state_dtype"), str):
-        raise RuntimeError("quantised states, by `state_dtype`, do not support `differentiable`")
-    if differentiable:
-        storage.refuse_differentiable(group)
-    if fused:
-        if differentiable:
-            raise RuntimeError("`fused` does not support `differentiable`")
-        if foreach:
-            raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-        return True
-    return fused is None and not (foreach or differentiable)
-
-
-def why_no_kernels(
-    optimizer: Owner, weights: list[Tensor], grads: Iterable[Tensor] = ()
-) -> str | None:
-    devices = optimizer._native_devices
-    for weight in weights:
-        if devices is not None and weight.device.type not in devices:
-            return f"{type(optimizer).__name__} has no native kernels on {weight.device.type}"
-    states = optimizer._accessed_states(weights)
-    needs_whole = not optimizer._steps_shards_natively
-    return why_not_native(weights, grads, states, needs_whole=needs_whole)
 
 
 def spread_weights(optimizer: Owner) -> SpreadWeights:
@@ -58,12 +25,6 @@ def spread_weights(optimizer: Owner) -> SpreadWeights:
     if optimizer._spread is None or not optimizer._spread.is_of(optimizer._groups, exchanging):
         optimizer._spread = SpreadWeights(optimizer._groups, exchanging)
     return optimizer._spread
-
-
-def may_be_skipped(optimizer: Owner) -> bool:
-    """Returns whether a number on a device may tell if a step is skipped."""
-    found_inf = getattr(optimizer, "found_inf", None)
-    return (found_inf is not None and not found_inf.is_cpu) or optimizer._skips_nonfinite()
 
 
 def bind_groups(optimizer: Owner, bucket: Bucket | None = None) -> list[Work]:

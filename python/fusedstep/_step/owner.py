@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from torch import Tensor
@@ -177,10 +177,6 @@ class Owner(Optimizer):
 
         def _wants_native(self, group: dict[str, Any]) -> bool: ...
 
-        def _why_not_native(
-            self, weights: list[Tensor], grads: Iterable[Tensor] = ()
-        ) -> str | None: ...
-
         def _max_grad_norm(self) -> float | None: ...
 
         def _skips_nonfinite(self) -> bool: ...
@@ -200,15 +196,11 @@ class Owner(Optimizer):
 
         def _forget_plans(self) -> None: ...
 
-        def _may_be_skipped(self) -> bool: ...
-
         def _spread_weights(self) -> SpreadWeights: ...
 
         def _imperative_steps(
             self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
         ) -> None: ...
-
-        def _imperative_step(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> None: ...
 
         def _widened(
             self, group: dict[str, Any], weight: Tensor, state: dict[str, Tensor]

@@ -9,6 +9,7 @@ from torch import Tensor
 from fusedstep._options.shared import own_option
 from fusedstep._state import storage
 from fusedstep._state.kinds import Group
+from fusedstep._step.kernels import may_be_skipped, wants_native
 from fusedstep._step.owner import Owner, Place
 from fusedstep._step.plan import Plan, PlansAside, plans_of_nobody, same
 
@@ -87,8 +88,8 @@ def is_of_options(optimizer: Owner, plan: Plan, place: Place, group: Group) -> b
         and plan.seed == storage.seed_of(group, plan.weights[0])
         and _has_places(optimizer, plan, place, group)
         and plan.state_dtype == own_option(group, "state_dtype")
-        and optimizer._wants_native(group)
-        and not (plan.is_on_device and plan.counts_on_host and optimizer._may_be_skipped())
+        and wants_native(optimizer, group)
+        and not (plan.is_on_device and plan.counts_on_host and may_be_skipped(optimizer))
     )
 
 

@@ -23,6 +23,7 @@ from fusedstep._state.checks import (
 from fusedstep._state.kinds import Group
 from fusedstep._step.factors import Factors
 from fusedstep._step.gradients import by_place
+from fusedstep._step.kernels import may_be_skipped, wants_native, why_no_kernels
 from fusedstep._step.options import has_passed
 from fusedstep._step.owner import Owner, Place
 from fusedstep._step.plan import Plan, Work, same
@@ -66,12 +67,12 @@ class Strategy:
             storage.way_of(group, p)  # raises where the value of none can be kept so
         is_asked = own_option(group, "fused")
         is_composite = self.is_composite(optimizer, group)
-        if not optimizer._wants_native(group) or is_composite:
+        if not wants_native(optimizer, group) or is_composite:
             on_meta = [p for p in weights if p.is_meta]
             if on_meta and is_asked and is_composite:
                 raise RuntimeError(why_not_native(on_meta))
             return False
-        reason = optimizer._why_not_native(weights, grads)
+        reason = why_no_kernels(optimizer, weights, grads)
         if reason and is_asked:
             raise RuntimeError(reason)
         return reason is None
@@ -134,7 +135,7 @@ class Strategy:
         store.create(group, weights, native, optimizer._groups)
         states = store.operands(group, weights)
         if native:
-            store.count_together(weights, states, optimizer._may_be_skipped())
+            store.count_together(weights, states, may_be_skipped(optimizer))
         if before is not None:
             forget_changed(optimizer, weights, before)
         if not native:
@@ -193,7 +194,7 @@ class Strategy:
         if not (is_known and operands):
             states = [optimizer._state.get(p, {}) for p in weights]
             check_memory(weights, grads, states)
-            if optimizer._wants_native(group):
+            if wants_native(optimizer, group):
                 check_apart(weights, states)
             operands = CheckedOperands(weights, grads, states)
         check_counts(operands.counts)

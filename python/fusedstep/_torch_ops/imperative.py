@@ -77,7 +77,7 @@ def imperative_steps(
     optimizer: Owner, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
 ) -> None:
     for weight, grad in zip(weights, grads, strict=True):
-        step = functools.partial(optimizer._imperative_step, group, weight, grad)
+        step = functools.partial(imperative_step, optimizer, group, weight, grad)
         optimizer._progress.take([weight], step)
 
 
@@ -147,7 +147,7 @@ def _step_on_numbers(
         state = {k: torch.view_as_real(v) if v.is_complex() else v for k, v in state.items()}
         weight, grad = torch.view_as_real(weight), torch.view_as_real(grad.resolve_conj())
 
-    wide = optimizer._widened(group, weight, state)
+    wide = widened(optimizer, group, weight, state)
     grad = grad.to(wide.dtype)
     count = None if seed_of(group, weight) is None else state["step"].clone()
     if not (group.get("differentiable") or group.get("capturable")):
@@ -157,7 +157,7 @@ def _step_on_numbers(
             write_count(state["step"], long + 1)
         elif count is not None:  # formulas without bias corrections leave it alone
             state["step"].copy_(count + 1)
-        optimizer._write_back(group, weight, wide, state)
+        write_back(optimizer, group, weight, wide, state)
         return
 
     if group.get("differentiable") and state["step"].requires_grad:
@@ -171,7 +171,7 @@ def _step_on_numbers(
         state[name].copy_(tensor)
     if count is not None:
         state["step"].copy_(count + 1)
-    optimizer._write_back(group, weight, new, state)
+    write_back(optimizer, group, weight, new, state)
 
 
 def widened(

@@ -14,6 +14,7 @@ from fusedstep._api.state import is_state_held
 from fusedstep._options.shared import OWN
 from fusedstep._sharding.dtensor import local
 from fusedstep._state.storage import way_of
+from fusedstep._step.kernels import wants_native
 from fusedstep._step.strategy import strategy_of
 from fusedstep.offload import OffloadedOptimizer
 
@@ -93,7 +94,7 @@ def groups_by_torch(optimizer: Any) -> list[str]:
 
 def _asks_for_torch(optimizer: FusedOptimizer, group: dict[str, Any]) -> str | None:
     """The option of a group for which no native kernel steps the group; None without one."""
-    if optimizer._wants_native(group):
+    if wants_native(optimizer, group):
         return None
     if group.get("differentiable"):
         return "differentiable=True"

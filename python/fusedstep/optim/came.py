@@ -23,6 +23,7 @@ from fusedstep._sharding.dtensor import is_dtensor, local
 from fusedstep._state.checks import name_of
 from fusedstep._state.kinds import COUNT, Group, State, States, same_shape
 from fusedstep._step.factors import Factors
+from fusedstep._step.kernels import wants_native
 from fusedstep._step.options import option_error
 from fusedstep._step.owner import Owner
 from fusedstep._step.plan import Work
@@ -170,7 +171,7 @@ class CAME(FusedOptimizer):
         state = {name: local(value) for name, value in state.items()}
         if weight.numel() == 0:  # of which there are no means
             state["step"].add_(*numbers_first(state["step"], 1.0))
-        elif weight.dim() < 2 or not self._wants_native(group):
+        elif weight.dim() < 2 or not wants_native(self, group):
             super()._imperative(group, weight, grad, state)
         else:
             moments, residuals = (

@@ -24,6 +24,7 @@ from fusedstep._step.program import Pass, Program, Sums
 from fusedstep._step.strategy import Strategy
 from fusedstep._step.sums import norm2
 from fusedstep._step.undo import numbers_first
+from fusedstep._torch_ops.imperative import widened, write_back
 
 __all__ = ["Lamb"]
 
@@ -252,14 +253,14 @@ class Lamb(FusedOptimizer):
     def _phases(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> Pass:
         """Steps a weight, with norms over the processes between the direction and the move."""
         state = self._store.decoded(group, weight, self._state[weight])
-        wide = self._widened(group, weight, state)
+        wide = widened(self, group, weight, state)
         grad = (-grad if group["maximize"] else grad).to(wide.dtype)
         update, lr, _ = self._direction(group, wide, grad, state)
         self._store.encode(group, weight, self._state[weight], state)
         norms2 = torch.stack([norm2(local(wide)), norm2(local(update))]).view(1, 2)
         (norms2,) = yield Sums([([weight], norms2)])
         _apply(group, wide, update, lr, *norms2.sqrt().flatten().tolist())
-        self._write_back(group, weight, wide, self._state[weight])
+        write_back(self, group, weight, wide, self._state[weight])
 
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
