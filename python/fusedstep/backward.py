@@ -11,6 +11,7 @@ from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.buckets import Arrivals, PreviousNorm, check_arguments
 from fusedstep._sharding.dtensor import is_dtensor
 from fusedstep._state.checks import name_of
+from fusedstep._step.limits import needs_whole_norm
 from fusedstep._step.plan import Bucket
 
 __all__ = ["BackwardSteps", "step_in_backward"]
@@ -75,7 +76,7 @@ def step_in_backward(
 
 
 def _refuse(optimizer: FusedOptimizer) -> None:
-    if name := optimizer._needs_whole_norm():
+    if name := needs_whole_norm(optimizer):
         way = "step_in_backward(…, max_previous_norm=…), or " if name == "max_grad_norm" else ""
         raise RuntimeError(
             f"{name} needs all gradients before the first step: use {way}steps after the backward "

@@ -25,6 +25,7 @@ from fusedstep._sharding.dtensor import is_dtensor
 from fusedstep._state.checks import name_of
 from fusedstep._state.storage import asked_way
 from fusedstep._step.binding import forget_removed
+from fusedstep._step.limits import needs_whole_norm
 from fusedstep._step.plan import Bucket
 
 __all__ = ["OffloadedOptimizer", "offload"]
@@ -91,7 +92,7 @@ def offload(
     if torch.device(device).type != "cpu":
         raise ValueError(f"device must be 'cpu', not {str(device)!r}")
     norm = PreviousNorm(max_previous_norm)
-    if overlap and (name := optimizer._needs_whole_norm()):
+    if overlap and (name := needs_whole_norm(optimizer)):
         way = ", or max_previous_norm in its place" if name == "max_grad_norm" else ""
         raise RuntimeError(
             f"{name} needs all gradients before the first step: give overlap=False{way}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from itertools import compress
@@ -26,7 +25,6 @@ from fusedstep._options.docs import complete
 from fusedstep._options.kinds import (
     Choice,
     check_kinds,
-    check_number,
     check_ranges,
     floats,
     make_plain,
@@ -40,6 +38,7 @@ from fusedstep._state.states import StateStore
 from fusedstep._step.binding import spread_weights
 from fusedstep._step.hooks import is_compiling, outside_graphs, with_hooks
 from fusedstep._step.kernels import wants_native
+from fusedstep._step.limits import needs_whole_norm
 from fusedstep._step.nonfinite import SkippedSteps
 from fusedstep._step.owner import Owner
 from fusedstep._step.plans import forget_plans
@@ -160,34 +159,6 @@ class FusedOptimizer(Owner):
             if option.against_codes and group.get(name):
                 warn_of_codes(type(self).__name__, option.against_codes)
 
-    def _max_grad_norm(self) -> float | None:
-        """Returns the limit of the 2-norm of all gradients; clipping leaves ``.grad`` alone.
-
-        None does not even take the norm.
-        """
-        given = [own_option(group, "max_grad_norm") for group in self._groups]
-        for norm in given:
-            if norm is not None:
-                check_number("max_grad_norm", norm)
-        norms = {math.inf if norm is None else float(norm) for norm in given}
-        if len(norms) > 1:
-            raise ValueError(f"max_grad_norm must be the same in all groups, not {sorted(norms)}")
-        norm = max(norms) if any(norm is not None for norm in given) else None
-        return None if norm == self._no_max_grad_norm else norm
-
-    def _skips_nonfinite(self) -> bool:
-        """Returns whether steps are left out whose gradients have no finite norm."""
-        given = {bool(own_option(group, "skip_nonfinite")) for group in self._groups}
-        if len(given) > 1:
-            raise ValueError("skip_nonfinite must be the same in all groups")
-        return True in given
-
-    def _needs_whole_norm(self) -> str | None:
-        """Returns the name of an option that takes the norm of all gradients before a step."""
-        if self._max_grad_norm() is not None:
-            return "max_grad_norm"
-        return "skip_nonfinite" if self._skips_nonfinite() else None
-
     def _formula(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> Tensor:
@@ -293,7 +264,7 @@ class FusedOptimizer(Owner):
             make_plain(self._option_kinds, group)
             self._check_group(len(self.param_groups) - 1, group)
             strategy_of(self).is_native(self, group, weights)
-            self._needs_whole_norm()
+            needs_whole_norm(self)
         except (RuntimeError, TypeError, ValueError):
             self.param_groups.pop()
             raise

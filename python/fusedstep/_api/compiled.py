@@ -19,6 +19,7 @@ from fusedstep._options.shared import own_option
 from fusedstep._sharding.dtensor import is_dtensor
 from fusedstep._state.storage import way_of
 from fusedstep._step.kernels import wants_native, why_no_kernels
+from fusedstep._step.limits import needs_whole_norm
 from fusedstep._step.owner import Owner
 from fusedstep._step.strategy import strategy_of
 from fusedstep._step.support import why_not_readable
@@ -30,7 +31,7 @@ def trace_update(optimizer: Owner) -> bool:
         return False
     if any(getattr(optimizer, name, None) is not None for name in ("found_inf", "grad_scale")):
         return False
-    if optimizer._needs_whole_norm():
+    if needs_whole_norm(optimizer):
         return False
     name, work = optimizer._name, []
     compiles = torch.compiler.is_compiling()

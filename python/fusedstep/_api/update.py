@@ -13,6 +13,7 @@ from fusedstep._step.binding import bind_groups, checked_options, spread_weights
 from fusedstep._step.clip import Asked, factors_of, norm_of
 from fusedstep._step.factors import PLAIN, Factors, is_one
 from fusedstep._step.gradients import cut_off, treat_grads
+from fusedstep._step.limits import max_grad_norm, needs_whole_norm, skips_nonfinite
 from fusedstep._step.nonfinite import check_norm
 from fusedstep._step.owner import Owner
 from fusedstep._step.plan import Bucket, GradUse, Work
@@ -28,12 +29,12 @@ def update_all(
     error_if_nonfinite: bool = False,
 ) -> Tensor | None:
     _begin_step(optimizer)
-    own_max_norm, work = optimizer._max_grad_norm(), bind_groups(optimizer)
+    own_max_norm, work = max_grad_norm(optimizer), bind_groups(optimizer)
     scaler = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
     eps = 0.0 if own_max_norm is None else optimizer._grad_norm_eps
     if isinstance(eps, str):
         eps = float(optimizer._groups[-1][eps])
-    skips = optimizer._skips_nonfinite()
+    skips = skips_nonfinite(optimizer)
     asked = Asked(max_norm, own_max_norm, eps, error_if_nonfinite, skips)
     spread = spread_weights(optimizer) if asked.is_norm else None
     factors = factors_of(work, scaler, asked, spread)
@@ -79,7 +80,7 @@ def update_bucket(optimizer: Owner, bucket: Bucket, clip: float | Tensor | None)
     ``clip``: a factor of the gradients; their norm without it is returned, else inf.
     """
     _begin_step(optimizer)
-    if name := optimizer._needs_whole_norm():
+    if name := needs_whole_norm(optimizer):
         raise RuntimeError(
             f"{name} needs the gradients of all weights, of which a step in the backward "
             "pass has a bucket"

@@ -9,6 +9,7 @@ from torch import Tensor
 from fusedstep._options.shared import own_option
 from fusedstep._state import storage
 from fusedstep._state.kinds import Group
+from fusedstep._step.limits import skips_nonfinite
 from fusedstep._step.owner import Owner
 from fusedstep._step.support import why_not_native
 
@@ -45,4 +46,4 @@ def why_no_kernels(
 def may_be_skipped(optimizer: Owner) -> bool:
     """Returns whether a number on a device may tell if a step is skipped."""
     found_inf = getattr(optimizer, "found_inf", None)
-    return (found_inf is not None and not found_inf.is_cpu) or optimizer._skips_nonfinite()
+    return (found_inf is not None and not found_inf.is_cpu) or skips_nonfinite(optimizer)
