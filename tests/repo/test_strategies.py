@@ -20,8 +20,6 @@ OVERRIDDEN = {
     "_in_form",
     "_in_own_words",
     "_init_group",
-    "_rule_options",
-    "_forget_plans",
     "add_param_group",
 }
 

@@ -35,7 +35,6 @@ from fusedstep._state import storage
 from fusedstep._state.checks import check_storage, check_storage_is_taken
 from fusedstep._state.codes import OF_INT4, warn_of_codes
 from fusedstep._state.states import StateStore
-from fusedstep._step.binding import spread_weights
 from fusedstep._step.hooks import is_compiling, outside_graphs, with_hooks
 from fusedstep._step.kernels import wants_native
 from fusedstep._step.limits import needs_whole_norm
@@ -47,8 +46,6 @@ from fusedstep._step.support import why_not_native
 from fusedstep._torch_ops.imperative import (
     imperative_steps,
     rehearse,
-    widened,
-    write_back,
 )
 
 #: A closure's result.
@@ -189,13 +186,9 @@ class FusedOptimizer(Owner):
     _update_bucket = update_bucket
     _accessed_states = accessed_states
     _look_for_holders = look_for_holders
-    _wants_native = wants_native
     _forget_plans = forget_plans
-    _spread_weights = spread_weights
     _rehearse = rehearse
     _imperative_steps = imperative_steps
-    _widened = widened
-    _write_back = write_back
 
     # Groups and states
 

@@ -23,6 +23,7 @@ from fusedstep._options.kinds import (
     check_kinds,
     check_number,
     check_ranges,
+    floats,
     named_values,
 )
 from fusedstep._options.shared import EPSILON
@@ -77,6 +78,15 @@ def as_adamw(group: dict[str, Any]) -> dict[str, Any]:
     """A group with the options of Adam that it has not."""
     others = {"amsgrad": False, "capturable": False, "decoupled_weight_decay": True}
     return {"betas": MUON_OWN["betas"]} | group | others
+
+
+#: Hyper-parameters of Adam's rule, of a group without Muon.
+ADAMW_RULE: dict[str, Any] = {
+    "amsgrad": False,
+    "decoupled_weight_decay": True,
+    "beta1": lambda group: floats(MUON, as_adamw(group))[0],
+    "beta2": lambda group: floats(MUON, as_adamw(group))[1],
+}
 
 
 def check_muon_options(options: dict[str, Any]) -> None:

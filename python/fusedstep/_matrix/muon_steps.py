@@ -1,14 +1,9 @@
-"""Optimizers with groups that Muon steps, and groups that a rule of the library steps.
-
-This has which groups these are, and the program of their step. Subclasses have the other rule
-beside Muon's, as their base.
-"""
+"""How groups of Muon are stepped: in batches of matrices, by a program."""
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -17,15 +12,8 @@ from torch import Tensor
 from fusedstep._matrix.arrangement import MOST_BYTES, arrange, last_arrangement, takes_native
 from fusedstep._matrix.gathered_stages import Shards
 from fusedstep._matrix.local_stages import LocalStages
-from fusedstep._matrix.muon_formula import formula
-from fusedstep._matrix.muon_groups import (
-    check_muon_options,
-    form_of,
-    ns_dtype_of,
-    ratio_of,
-    uses_muon,
-    why_no_matrix,
-)
+from fusedstep._matrix.muon_groups import check_muon_options, ns_dtype_of, uses_muon
+from fusedstep._matrix.muon_optimizer import MuonOptimizer
 from fusedstep._matrix.muon_step import Stages, step
 from fusedstep._matrix.native_batches import ChosenStages, NativeStages
 from fusedstep._matrix.newton_schulz import Scratch
@@ -33,104 +21,34 @@ from fusedstep._matrix.operands import Moving
 from fusedstep._matrix.step_options import StepOptions
 from fusedstep._matrix.together import Together
 from fusedstep._sharding.dtensor import local
-from fusedstep._sharding.exchange import cut_of, is_gathered, step_whole, transfer_device
-from fusedstep._state.checks import name_of
+from fusedstep._sharding.exchange import transfer_device
+from fusedstep._state.kinds import Group
+from fusedstep._step.binding import spread_weights
 from fusedstep._step.factors import Factors
+from fusedstep._step.kernels import wants_native
 from fusedstep._step.owner import Owner
 from fusedstep._step.plan import Work
 from fusedstep._step.program import MOST_COPIES, Pass, Program, run, size_of
-from fusedstep._step.strategy import Strategy, strategy_of
+from fusedstep._step.strategy import Strategy
 from fusedstep._step.sums import of_each
 
 
-class MuonSteps(Owner):
-    """Steps groups with ``use_muon`` by Muon, and all others as the next class does."""
-
-    _queues_factors = True
-
-    # A class's own words for its groups
-
-    def _as_muon(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A group with Muon's options: those that it has not are what the class does always."""
-        return group
-
-    def _as_other(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A group without Muon, with the options of the other rule."""
-        raise NotImplementedError
-
-    #: The class that steps groups without Muon, in errors.
-    _other: str
-
-    def _ratio(self, group: dict[str, Any], shape: Sequence[int]) -> float:
-        """The factor of the learning rate for a matrix: its rows, and all other dimensions."""
-        return ratio_of(group, shape[0], math.prod(shape[1:]))
-
-    def _takes_batches(self, weights: list[Tensor], grads: list[Tensor]) -> bool:
-        """Returns whether weights of a composite group are stepped in batches, not one by one."""
-        return len(set(weights)) == len(weights)  # else one of them moves twice
-
-    def _second_step(self, group: dict[str, Any], moving: list[Moving]) -> Callable[[], None]:
-        """Prepares a step that weights take when Muon has moved them, and returns what takes it.
-
-        Nothing is written before, and nothing can fail on a CPU from then on.
-        """
-        return lambda: None
-
-    # Which groups
-
-    def _check_group(self, index: int, group: dict[str, Any]) -> None:
-        check_muon_options(self._as_muon(group))
-        if not uses_muon(group):
-            return
-        for place, weight in enumerate(group["params"]):
-            if reason := why_no_matrix(self._as_muon(group), weight, self._other):
-                raise ValueError(f"{name_of(group, index, place)} {reason}")
-
-    def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
-        return super()._rule_options(self._as_other(group))
-
-    # The step
-
-    @functools.cached_property
-    def _scratch(self) -> Scratch:
-        return Scratch()
-
-    def _imperative(
-        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
-    ) -> None:
-        if not uses_muon(group):
-            super()._imperative(self._as_other(group), weight, grad, state)
-            return
-        group = self._as_muon(group)
-        if is_gathered(form_of(group, weight), cut_of(weight)):
-            step_whole(functools.partial(self._formula, group), weight, grad, state)
-        else:
-            parts = {name: local(each) for name, each in state.items()}
-            new = dict(parts)
-            local(weight).copy_(self._formula(group, local(weight), local(grad), new))
-            for name, each in parts.items():
-                if each is not new[name]:
-                    each.copy_(new[name])
-
-    def _formula(
-        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
-    ) -> Tensor:
-        if not uses_muon(group):
-            return super()._formula(group, weight, grad, state)
-        return formula(group, weight, grad, state, self._ratio)
-
-
-class MuonStrategy(Strategy):
+class MuonSteps(Strategy):
     """Steps groups with ``use_muon`` in batches of matrices, and all others as the next class."""
 
-    def is_composite(self, optimizer: Owner, group: dict[str, Any]) -> bool:
-        return uses_muon(group) and optimizer._wants_native(group)
+    def __init__(self) -> None:
+        super().__init__()
+        self.scratch = Scratch()
+        """Memory of batches."""
 
-    def exchanges(self, optimizer: Owner, group: dict[str, Any]) -> bool:
+    def is_composite(self, optimizer: Owner, group: Group) -> bool:
+        return uses_muon(group) and wants_native(optimizer, group)
+
+    def exchanges(self, optimizer: Owner, group: Group) -> bool:
         return uses_muon(group)
 
     def check_options(self, optimizer: Owner, item: Work) -> None:
-        of, group = cast("MuonSteps", optimizer), item.group
+        of, group = cast("MuonOptimizer", optimizer), item.group
         has_all = len(group["params"]) == len(item.weights)
         if has_all and last_arrangement(of, group, item.weights):  # weights have been looked at
             check_muon_options(of._as_muon(group))
@@ -138,11 +56,9 @@ class MuonStrategy(Strategy):
             of._check_group(item.number, group)
 
     def program(self, optimizer: Owner, work: list[Work], factors: Factors) -> Program:
-        return MuonProgram(optimizer, work, factors)
+        return MuonProgram(optimizer, work, factors, self)
 
-    def products_dtype(
-        self, optimizer: Owner, group: dict[str, Any], weight: Tensor
-    ) -> torch.dtype | None:
+    def products_dtype(self, optimizer: Owner, group: Group, weight: Tensor) -> torch.dtype | None:
         if not uses_muon(group):
             return None
         products = ns_dtype_of(group, weight.device)
@@ -150,22 +66,43 @@ class MuonStrategy(Strategy):
             products = torch.bfloat16  # updates are rounded to it before products in float16
         return max(products, weight.dtype, key=lambda dtype: torch.finfo(dtype).eps)
 
-    def exact_options(self, optimizer: Owner, group: dict[str, Any]) -> dict[str, Any]:
+    def exact_options(self, optimizer: Owner, group: Group) -> dict[str, Any]:
         return {"ns_dtype": torch.float64} if uses_muon(group) else {}
+
+    # What another class does in the same step
+
+    def takes_batches(self, weights: list[Tensor], grads: list[Tensor]) -> bool:
+        """Returns whether weights of a composite group are stepped in batches, not one by one."""
+        return len(set(weights)) == len(weights)  # else one of them moves twice
+
+    def second_step(
+        self, optimizer: Owner, group: Group, moving: list[Moving]
+    ) -> Callable[[], None]:
+        """Prepares a step that weights take when Muon has moved them, and returns what takes it.
+
+        Nothing is written before, and nothing can fail on a CPU from then on.
+        """
+        return lambda: None
 
 
 class MuonProgram(Program):
     """Steps the matrices of groups batch by batch, and all other weights one by one."""
 
-    optimizer: MuonSteps
+    optimizer: MuonOptimizer
+
+    def __init__(
+        self, optimizer: Owner, work: list[Work], factors: Factors, strategy: MuonSteps
+    ) -> None:
+        """``work``: that without a plan. ``strategy``: that of the optimizer."""
+        super().__init__(optimizer, work, factors)
+        self._strategy = strategy
 
     def run(self, work: list[Work]) -> list[Pass]:
         # Before anything is changed: transfers that some processes take no part in would not end.
         weights = [p for item in work if uses_muon(item.group) for p in item.weights]
-        self.optimizer._spread_weights().sums_of_rows(of_each(0), weights, [[] for _ in weights])
-        strategy = strategy_of(self.optimizer)
+        spread_weights(self.optimizer).sums_of_rows(of_each(0), weights, [[] for _ in weights])
         for group, some, grads, *_ in work:
-            is_composite = strategy.is_composite(self.optimizer, group)
+            is_composite = self._strategy.is_composite(self.optimizer, group)
             if not (is_composite and self._step(group, some, grads)):
                 self.step(group, some, grads)
         return []
@@ -173,17 +110,17 @@ class MuonProgram(Program):
     def part_size(self, item: Work) -> int:
         """That of a batch, if the group has batches."""
         sizes = list(map(size_of, item.weights, item.grads))
-        is_composite = strategy_of(self.optimizer).is_composite(self.optimizer, item.group)
+        is_composite = self._strategy.is_composite(self.optimizer, item.group)
         batch = min(sum(sizes), MOST_BYTES) if is_composite else 0
         return MOST_COPIES * max(batch, *sizes)
 
     def _step(self, own: dict[str, Any], weights: list[Tensor], grads: list[Tensor]) -> bool:
         """Steps the weights of a group, or returns False if batches do not take them."""
         optimizer, grads = self.optimizer, list(map(local, grads))
-        group, scratch = optimizer._as_muon(own), optimizer._scratch
+        group, scratch = optimizer._as_muon(own), self._strategy.scratch
         arranged = last_arrangement(optimizer, group, weights)
         if arranged is None:
-            if not optimizer._takes_batches(weights, grads):
+            if not self._strategy.takes_batches(weights, grads):
                 return False
             arranged = arrange(optimizer, group, weights)
         for native in arranged.native:
@@ -201,7 +138,7 @@ class MuonProgram(Program):
             there = transfer_device(cut, some[0].device)
             options = StepOptions(group, there, optimizer._ratio)
             shards = Shards(optimizer, options, scratch, cut, some, found)
-            second = functools.partial(optimizer._second_step, group)
+            second = functools.partial(self._strategy.second_step, optimizer, group)
             run(step(stages, second) for stages in shards.stages())
         return True
 
@@ -209,7 +146,7 @@ class MuonProgram(Program):
         self, group: dict[str, Any], batches: list[Together], grads: list[Tensor]
     ) -> None:
         """Steps one batch after another; ``grads``: of all weights of the step."""
-        optimizer, scratch = self.optimizer, self.optimizer._scratch
+        optimizer, scratch = self.optimizer, self._strategy.scratch
         for batch in batches:
             options = StepOptions(group, batch.weights[0].device, optimizer._ratio)
             some = [grads[i] for i in batch.places]
@@ -220,5 +157,5 @@ class MuonProgram(Program):
         self, weights: list[Tensor], group: dict[str, Any], make: Callable[[], Stages]
     ) -> None:
         """Steps some weights, or changes nothing if memory runs out. ``make``: makes the stages."""
-        second = functools.partial(self.optimizer._second_step, group)
+        second = functools.partial(self._strategy.second_step, self.optimizer, group)
         self.optimizer._progress.take(weights, lambda: run([step(make(), second)]))

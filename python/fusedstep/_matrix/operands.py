@@ -11,6 +11,7 @@ from fusedstep._sharding.dtensor import is_dtensor, local
 from fusedstep._state.counts import count_steps
 from fusedstep._state.storage import seed_of
 from fusedstep._step.owner import Owner
+from fusedstep._torch_ops.imperative import widened, write_back
 
 
 class Moving(NamedTuple):
@@ -44,7 +45,7 @@ def operands_of(
     for p, grad in zip(weights, grads, strict=True):
         kept = optimizer._store.with_count(group, p)
         state = optimizer._store.decoded(group, p, kept)
-        wide = optimizer._widened(group, p, state)
+        wide = widened(optimizer, group, p, state)
         value, average = local(wide), local(state["momentum_buffer"])
         moving.append(Moving(p, kept, state, wide, value, average, grad.to(wide.dtype)))
     return moving
@@ -60,7 +61,7 @@ def write_operands(optimizer: Owner, group: dict[str, Any], moving: list[Moving]
     for each in moving:
         if seed_of(group, each.weight) is not None:
             count_steps([each.state["step"]])
-        optimizer._write_back(group, each.weight, each.wide, each.state)
+        write_back(optimizer, group, each.weight, each.wide, each.state)
         optimizer._store.encode(group, each.weight, each.kept, each.state)
     if any(is_dtensor(each.weight) for each in moving):  # by way of their shards
         increment_version([each.weight for each in moving])

@@ -175,8 +175,6 @@ class Owner(Optimizer):
             self, group: dict[str, Any], lr: float | Tensor | None = None
         ) -> tuple[Any, ...]: ...
 
-        def _wants_native(self, group: dict[str, Any]) -> bool: ...
-
         @property
         def _skipped(self) -> SkippedSteps: ...
 
@@ -190,18 +188,8 @@ class Owner(Optimizer):
 
         def _forget_plans(self) -> None: ...
 
-        def _spread_weights(self) -> SpreadWeights: ...
-
         def _imperative_steps(
             self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-        ) -> None: ...
-
-        def _widened(
-            self, group: dict[str, Any], weight: Tensor, state: dict[str, Tensor]
-        ) -> Tensor: ...
-
-        def _write_back(
-            self, group: dict[str, Any], weight: Tensor, wide: Tensor, state: dict[str, Tensor]
         ) -> None: ...
 
         def _formula(

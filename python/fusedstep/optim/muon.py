@@ -8,6 +8,7 @@ from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._matrix.muon_groups import (
+    ADAMW_RULE,
     MUON,
     MUON_OWN,
     as_adamw,
@@ -16,7 +17,8 @@ from fusedstep._matrix.muon_groups import (
     rows_shape,
     uses_muon,
 )
-from fusedstep._matrix.muon_steps import MuonSteps, MuonStrategy
+from fusedstep._matrix.muon_optimizer import MuonOptimizer
+from fusedstep._matrix.muon_steps import MuonSteps
 from fusedstep._options.kinds import Options, check_ranges
 from fusedstep._options.shared import SHARED
 from fusedstep._state.kinds import State, States
@@ -29,7 +31,7 @@ def _is_of_adamw(group: dict[str, Any], shape: torch.Size) -> bool:
     return not uses_muon(group)
 
 
-class Muon(MuonSteps, Adam):
+class Muon(MuonOptimizer, Adam):
     """Implements the Muon algorithm, in signature and states :class:`torch.optim.Muon`.
 
     For a matrix ``w`` with gradient ``g``::
@@ -184,7 +186,8 @@ class Muon(MuonSteps, Adam):
     _elementwise = False
     _torch_fuses = False
     _option_kinds: ClassVar[Options] = {**SHARED, **MUON}
-    _strategy_class = MuonStrategy
+    _rule_values = Adam._rule_values | ADAMW_RULE
+    _strategy_class = MuonSteps
     _by_dimensions = ({}, {"use_muon": False})
     _other = "AdamW"
     _against_sparse = "Muon does not support sparse gradients"

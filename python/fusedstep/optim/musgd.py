@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._matrix.muon_groups import MUON_OWN, check_muon_options, is_of_muon, uses_muon
-from fusedstep._matrix.muon_steps import MuonSteps, MuonStrategy
+from fusedstep._matrix.muon_optimizer import MuonOptimizer
+from fusedstep._matrix.muon_steps import MuonSteps
 from fusedstep._matrix.operands import Moving
 from fusedstep._matrix.second_step import Operands, SecondSteps
 from fusedstep._options.kinds import (
@@ -25,7 +26,7 @@ from fusedstep._options.kinds import (
 )
 from fusedstep._options.shared import SHARED, own_option
 from fusedstep._sharding.dtensor import local
-from fusedstep._state.kinds import State, States
+from fusedstep._state.kinds import Group, State, States
 from fusedstep._step.owner import Owner
 from fusedstep._step.support import why_not_native
 from fusedstep.optim.sgd import SGD
@@ -62,10 +63,14 @@ def _has_average(group: dict[str, Any]) -> bool:
     return uses_muon(group) or bool(group.get("momentum"))
 
 
-class _MuSGDStrategy(MuonStrategy):
+class _MuSGDSteps(MuonSteps):
     """Steps groups with ``use_muon`` by both parts."""
 
-    def sparse_error(self, optimizer: Owner, group: dict[str, Any]) -> str | None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.second_steps = SecondSteps(SGD._rule, "momentum_buffer")
+
+    def sparse_error(self, optimizer: Owner, group: Group) -> str | None:
         if uses_muon(group):
             return "MuSGD does not support sparse gradients in groups with use_muon=True"
         return super().sparse_error(optimizer, group)
@@ -73,7 +78,7 @@ class _MuSGDStrategy(MuonStrategy):
     def is_native(
         self,
         optimizer: Owner,
-        group: dict[str, Any],
+        group: Group,
         weights: list[Tensor],
         grads: Sequence[Tensor] = (),
     ) -> bool:
@@ -82,8 +87,25 @@ class _MuSGDStrategy(MuonStrategy):
             raise RuntimeError(reason)
         return super().is_native(optimizer, group, weights, grads)
 
+    def takes_batches(self, weights: list[Tensor], grads: list[Tensor]) -> bool:
+        is_other = any(map(is_traceable_wrapper_subclass, grads))
+        return not is_other and why_not_native(weights) is None
 
-class MuSGD(MuonSteps, SGD):
+    def second_step(
+        self, optimizer: Owner, group: Group, moving: list[Moving]
+    ) -> Callable[[], None]:
+        operands = Operands(
+            [each.value for each in moving],
+            [_kept_apart(each.grad, each.value) for each in moving],
+            [local(each.state[_SGD_BUFFER]) for each in moving] if group["momentum"] else [],
+            [each.average for each in moving],
+            all(map(_is_in_place, moving)),
+        )
+        numbers = optimizer._options(_as_sgd(group))
+        return self.second_steps.prepare(operands, numbers, self.scratch)
+
+
+class MuSGD(MuonOptimizer, SGD):
     """Implements the MuSGD algorithm, in signature and states that of Ultralytics.
 
     For a matrix ``w`` with gradient ``g`` in a group with ``use_muon``::
@@ -175,7 +197,8 @@ class MuSGD(MuonSteps, SGD):
     }
     _by_dimensions = ({"use_muon": True}, {})
     _other = "SGD"
-    _strategy_class = _MuSGDStrategy
+    _rule_values: ClassVar[dict[str, Any]] = {"dampening": 0}
+    _strategy_class = _MuSGDSteps
 
     def __init__(
         self,
@@ -245,27 +268,9 @@ class MuSGD(MuonSteps, SGD):
     def _as_other(self, group: dict[str, Any]) -> dict[str, Any]:
         return group | {"dampening": 0}
 
-    def _as_sgd(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The options of SGD's part, of a group as ``_as_muon`` returns it."""
-        return group | {
-            "use_muon": False,
-            "lr": float(group["lr"]) * float(group.get("sgd", _MUSGD_OWN["sgd"])),
-            "weight_decay": group["sgd_weight_decay"],
-            "dampening": 0,
-            "maximize": False,  # gradients have been negated
-        }
-
     def _ratio(self, group: dict[str, Any], shape: Sequence[int]) -> float:
         muon = float(group.get("muon", _MUSGD_OWN["muon"]))
         return muon * math.sqrt(max(1, shape[-2] / max(shape[-1], 1)))
-
-    def _forget_plans(self) -> None:
-        super()._forget_plans()
-        self._second_steps = SecondSteps(self._rule, "momentum_buffer")
-
-    def _takes_batches(self, weights: list[Tensor], grads: list[Tensor]) -> bool:
-        is_other = any(map(is_traceable_wrapper_subclass, grads))
-        return not is_other and why_not_native(weights) is None
 
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
@@ -279,19 +284,18 @@ class MuSGD(MuonSteps, SGD):
         of_sgd = {"step": state["step"]}
         if _SGD_BUFFER in state:
             of_sgd["momentum_buffer"] = local(state[_SGD_BUFFER])
-        SGD._imperative(self, self._as_sgd(self._as_muon(group)), part, own_grad, of_sgd)
+        SGD._imperative(self, _as_sgd(self._as_muon(group)), part, own_grad, of_sgd)
 
-    def _second_step(self, group: dict[str, Any], moving: list[Moving]) -> Callable[[], None]:
-        operands = Operands(
-            [each.value for each in moving],
-            [_kept_apart(each.grad, each.value) for each in moving],
-            [local(each.state[_SGD_BUFFER]) for each in moving] if group["momentum"] else [],
-            [each.average for each in moving],
-            all(map(_is_in_place, moving)),
-        )
-        return self._second_steps.prepare(
-            operands, self._options(self._as_sgd(group)), self._scratch
-        )
+
+def _as_sgd(group: dict[str, Any]) -> dict[str, Any]:
+    """The options of SGD's part, of a group as ``_as_muon`` returns it."""
+    return group | {
+        "use_muon": False,
+        "lr": float(group["lr"]) * float(group.get("sgd", _MUSGD_OWN["sgd"])),
+        "weight_decay": group["sgd_weight_decay"],
+        "dampening": 0,
+        "maximize": False,  # gradients have been negated
+    }
 
 
 def _kept_apart(grad: Tensor, weight: Tensor) -> Tensor:
