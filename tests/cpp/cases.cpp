@@ -14,26 +14,34 @@
 namespace fusedstep::test {
 namespace {
 
-// Values of the hyper-parameters that most rules have. None may be without effect.
-constexpr double value_of(std::string_view name) {
+// The value of a hyper-parameter in a test; the default is that of the rule. None may be without effect.
+constexpr double value_of(std::string_view name, double default_value, unsigned flags) {
   if (name == "lr") return 0.02;
   if (name == "beta1") return 0.8;
   if (name == "beta2") return 0.95;
   if (name == "eps") return 1e-3;
   if (name == "weight_decay") return 0.125;
-  throw std::logic_error("a rule with a hyper-parameter of another name has a hyper_of() of its own");
+  if (name == "decoupled_weight_decay") return flags == 0 ? 1 : 0;  // the only flag is that of coupled decay
+  if (default_value == 0) {
+    throw std::logic_error(
+        "a rule with a hyper-parameter that does nothing by default has an own hyper_of()");
+  }
+  return default_value;
+}
+
+template <class Hyper>
+constexpr auto values_of(unsigned flags) {
+  auto values = std::bit_cast<std::array<double, std::size(Hyper::kNames)>>(Hyper());
+  for (size_t i = 0; i < values.size(); ++i) values[i] = value_of(Hyper::kNames[i], values[i], flags);
+  return values;
 }
 
 // The hyper-parameters that a rule is tested with.
 template <template <unsigned> class Rule>
-typename Rule<0>::Hyper hyper_of(unsigned /*flags*/) {
+typename Rule<0>::Hyper hyper_of(unsigned flags) {
   using Hyper = typename Rule<0>::Hyper;
-  constexpr auto kValues = [] {
-    std::array<double, std::size(Hyper::kNames)> values;
-    std::ranges::transform(Hyper::kNames, values.begin(), value_of);
-    return values;
-  }();
-  return std::bit_cast<Hyper>(kValues);
+  constexpr auto kWithoutFlags = values_of<Hyper>(0), kWithFlags = values_of<Hyper>(1);
+  return std::bit_cast<Hyper>(flags == 0 ? kWithoutFlags : kWithFlags);
 }
 template <>
 rules::AdadeltaHyper hyper_of<rules::Adadelta>(unsigned) {
@@ -104,16 +112,6 @@ rules::NAdamHyper hyper_of<rules::NAdam>(unsigned flags) {
           .eps = 1e-3,
           .weight_decay = 0.125,
           .momentum_decay = 0.25,
-          .decoupled_weight_decay = decoupled};
-}
-template <>
-rules::RAdamHyper hyper_of<rules::RAdam>(unsigned flags) {
-  const double decoupled = flags & rules::kRAdamCoupledDecay ? 0 : 1;
-  return {.lr = 0.02,
-          .beta1 = 0.8,
-          .beta2 = 0.95,
-          .eps = 1e-3,
-          .weight_decay = 0.125,
           .decoupled_weight_decay = decoupled};
 }
 template <>

@@ -31,8 +31,6 @@ class Adadelta : public FusedOptimizer<Adadelta, AdadeltaOptions, AdadeltaParamS
  public:
   using FusedOptimizer::FusedOptimizer;
 
-  static constexpr const char* kRule = "adadelta";
-
   static void check(const AdadeltaOptions& options) {
     options.check_ranges();
     TORCH_CHECK(options.rho() <= 1, "Invalid rho value: ", options.rho());

@@ -33,8 +33,6 @@ class Adagrad : public FusedOptimizer<Adagrad, AdagradOptions, AdagradParamState
  public:
   using FusedOptimizer::FusedOptimizer;
 
-  static constexpr const char* kRule = "adagrad";
-
   static rules::AdagradHyper hyper(const AdagradOptions& o) {
     return {.lr = o.lr(), .lr_decay = o.lr_decay(), .weight_decay = o.weight_decay(), .eps = o.eps()};
   }

@@ -6,7 +6,7 @@ namespace fusedstep::optim {
 // Those that AdamW has too, with another weight_decay.
 #define FUSEDSTEP_BOTH_ADAMS_OPTIONS(X, weight_decay_of_class) \
   X(double, lr, 1e-3)                                          \
-  X(TwoBetas, betas, std::make_tuple(0.9, 0.999))              \
+  X(TwoBetas, betas, 0.9, 0.999)                               \
   X(double, eps, 1e-8)                                         \
   X(double, weight_decay, weight_decay_of_class)               \
   X(bool, amsgrad, false)                                      \
@@ -38,8 +38,6 @@ struct AdamParamState : ParamState<AdamParamState, rules::Adam> {
 class Adam : public FusedOptimizer<Adam, AdamOptions, AdamParamState, rules::Adam> {
  public:
   using FusedOptimizer::FusedOptimizer;
-
-  static constexpr const char* kRule = "adam";
 
   static rules::AdamHyper hyper(const AdamOptions& o) { return hyper_of(o, o.decoupled_weight_decay()); }
 

@@ -4,7 +4,7 @@
 namespace fusedstep::optim {
 
 #define FUSEDSTEP_ADAMW_OPTIONS(X) FUSEDSTEP_BOTH_ADAMS_OPTIONS(X, 1e-2)
-#define FUSEDSTEP_TAKE_OPTION(type, name, value) name(o.name());
+#define FUSEDSTEP_TAKE_OPTION(type, name, ...) name(o.name());
 
 struct AdamWOptions : detail::BasicOptions<AdamWOptions> {
   FUSEDSTEP_OPTIONS(AdamWOptions, FUSEDSTEP_ADAMW_OPTIONS)
@@ -26,8 +26,6 @@ using AdamWParamState = AdamParamState;
 class AdamW : public FusedOptimizer<AdamW, AdamWOptions, AdamWParamState, rules::Adam> {
  public:
   using FusedOptimizer::FusedOptimizer;
-
-  static constexpr const char* kRule = Adam::kRule;
 
   static rules::AdamHyper hyper(const AdamWOptions& o) { return Adam::hyper_of(o, true); }
   template <class = void>

@@ -4,13 +4,13 @@
 namespace fusedstep::optim {
 
 // max_grad_norm 0 clips nothing. With no_prox the decay shrinks p before the step, as AdamW's.
-#define FUSEDSTEP_ADAN_OPTIONS(X)                         \
-  X(double, lr, 1e-3)                                     \
-  X(ThreeBetas, betas, std::make_tuple(0.98, 0.92, 0.99)) \
-  X(double, eps, 1e-8)                                    \
-  X(double, weight_decay, 0)                              \
-  X(double, max_grad_norm, 0)                             \
-  X(bool, no_prox, false)                                 \
+#define FUSEDSTEP_ADAN_OPTIONS(X)        \
+  X(double, lr, 1e-3)                    \
+  X(ThreeBetas, betas, 0.98, 0.92, 0.99) \
+  X(double, eps, 1e-8)                   \
+  X(double, weight_decay, 0)             \
+  X(double, max_grad_norm, 0)            \
+  X(bool, no_prox, false)                \
   X(bool, maximize, false)
 
 struct AdanOptions : detail::BasicOptions<AdanOptions> {
@@ -35,8 +35,6 @@ struct AdanParamState : ParamState<AdanParamState, rules::Adan> {
 class Adan : public FusedOptimizer<Adan, AdanOptions, AdanParamState, rules::Adan> {
  public:
   using FusedOptimizer::FusedOptimizer;
-
-  static constexpr const char* kRule = "adan";
 
   // Forgets all steps so far: the next one is again a first.
   void restart_opt() {

@@ -34,8 +34,6 @@ class ASGD : public FusedOptimizer<ASGD, ASGDOptions, ASGDParamState, rules::ASG
  public:
   using FusedOptimizer::FusedOptimizer;
 
-  static constexpr const char* kRule = "asgd";
-
   static rules::ASGDHyper hyper(const ASGDOptions& o) {
     return {o.lr(), o.lambd(), o.alpha(), o.t0(), o.weight_decay()};
   }

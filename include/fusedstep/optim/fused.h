@@ -57,7 +57,6 @@ namespace fusedstep::optim {
 // update, with nothing changed by then. A class's own comment has its formula, and what is special to it.
 //
 // `Derived` has
-//   static constexpr const char* kRule            the rule's name,
 //   static Hyper hyper(const Options&)            the rule's hyper-parameters,
 // and, where ranges of options are others than check_range() has, or depend on one another,
 //   static void check(const Options&)             which throws c10::Error for options out of range,
@@ -295,7 +294,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
 
   static void prepare(const Options& options, const detail::Bound& bound, double grad_factor) {
     static const detail::Op op("fusedstep::plan_prepare");
-    static const int64_t rule = detail::Op("fusedstep::rule_index")({Derived::kRule})[0].toInt();
+    static const int64_t rule = detail::rule_index(rules::kNameOf<Rule>);
     op({bound.plan, rule, detail::numbers(Derived::hyper(options), options.maximize()), grad_factor,
         static_cast<int64_t>(bound.use)});
   }

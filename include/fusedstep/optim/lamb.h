@@ -12,20 +12,20 @@ namespace fusedstep::optim {
 //   always_adapt      false: the ratio is 1 in groups without weight decay
 //   max_weight_norm   |p| counts as no more than this
 //   min_ratio, max_ratio   bounds of the ratio where neither norm is 0
-#define FUSEDSTEP_LAMB_OPTIONS(X)                 \
-  X(double, lr, 1e-3)                             \
-  X(TwoBetas, betas, std::make_tuple(0.9, 0.999)) \
-  X(double, eps, 1e-8)                            \
-  X(double, weight_decay, 0)                      \
-  X(bool, maximize, false)                        \
-  X(bool, keep_grad, false)                       \
-  X(bool, decoupled_decay, false)                 \
-  X(bool, debias, true)                           \
-  X(bool, debias_lr, false)                       \
-  X(bool, always_adapt, true)                     \
-  X(double, max_grad_norm, kNoLimit)              \
-  X(double, max_weight_norm, kNoLimit)            \
-  X(double, min_ratio, 0)                         \
+#define FUSEDSTEP_LAMB_OPTIONS(X)      \
+  X(double, lr, 1e-3)                  \
+  X(TwoBetas, betas, 0.9, 0.999)       \
+  X(double, eps, 1e-8)                 \
+  X(double, weight_decay, 0)           \
+  X(bool, maximize, false)             \
+  X(bool, keep_grad, false)            \
+  X(bool, decoupled_decay, false)      \
+  X(bool, debias, true)                \
+  X(bool, debias_lr, false)            \
+  X(bool, always_adapt, true)          \
+  X(double, max_grad_norm, kNoLimit)   \
+  X(double, max_weight_norm, kNoLimit) \
+  X(double, min_ratio, 0)              \
   X(double, max_ratio, kNoLimit)
 
 struct LambOptions : detail::BasicOptions<LambOptions> {
@@ -66,8 +66,6 @@ struct LambParamState : ParamState<LambParamState, rules::Lamb> {
 class Lamb : public FusedOptimizer<Lamb, LambOptions, LambParamState, rules::Lamb> {
  public:
   using FusedOptimizer::FusedOptimizer;
-
-  static constexpr const char* kRule = "lamb";
 
   static void check(const LambOptions& options) {
     options.check_ranges();

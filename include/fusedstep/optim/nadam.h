@@ -3,14 +3,14 @@
 
 namespace fusedstep::optim {
 
-#define FUSEDSTEP_NADAM_OPTIONS(X)                \
-  X(double, lr, 2e-3)                             \
-  X(TwoBetas, betas, std::make_tuple(0.9, 0.999)) \
-  X(double, eps, 1e-8)                            \
-  X(double, weight_decay, 0)                      \
-  X(double, momentum_decay, 4e-3)                 \
-  X(bool, decoupled_weight_decay, false)          \
-  X(bool, maximize, false)                        \
+#define FUSEDSTEP_NADAM_OPTIONS(X)       \
+  X(double, lr, 2e-3)                    \
+  X(TwoBetas, betas, 0.9, 0.999)         \
+  X(double, eps, 1e-8)                   \
+  X(double, weight_decay, 0)             \
+  X(double, momentum_decay, 4e-3)        \
+  X(bool, decoupled_weight_decay, false) \
+  X(bool, maximize, false)               \
   X(double, max_grad_norm, kNoLimit)
 
 struct NAdamOptions : detail::BasicOptions<NAdamOptions> {
@@ -37,8 +37,6 @@ struct NAdamParamState : ParamState<NAdamParamState, rules::NAdam> {
 class NAdam : public FusedOptimizer<NAdam, NAdamOptions, NAdamParamState, rules::NAdam> {
  public:
   using FusedOptimizer::FusedOptimizer;
-
-  static constexpr const char* kRule = "nadam";
 
   static rules::NAdamHyper hyper(const NAdamOptions& o) {
     const auto [beta1, beta2] = o.betas();

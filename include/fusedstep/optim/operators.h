@@ -3,6 +3,8 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/types.h>
 
+#include <algorithm>
+#include <cctype>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -38,6 +40,12 @@ class Op {
 
   c10::OperatorHandle handle_;
 };
+
+// The number by which operators know a rule of the list.
+inline int64_t rule_index(std::string name) {
+  std::transform(name.begin(), name.end(), name.begin(), [](unsigned char c) { return std::tolower(c); });
+  return Op("fusedstep::rule_index")({name})[0].toInt();
+}
 
 // Zeroed states of the weights, slot-major, then the absmax of each that is in codes. The storage of a slot
 // is "weight" for numbers of the weight's dtype, "float32", "int16" for the lower bits of weights, or "int8",

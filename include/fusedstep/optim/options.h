@@ -16,15 +16,17 @@
 namespace fusedstep::optim {
 
 // Declares the members of an optimizer's options, a detail::BasicOptions, from a list of X(type, name,
-// default value), which has `lr`. Each option gets the members that TORCH_ARG declares. max_grad_norm limits
+// default value), which has `lr`, and from another such list where one is given. The default value of several
+// numbers is a list of them. Each option gets the members that TORCH_ARG declares. max_grad_norm limits
 // the 2-norm of all gradients together, for the step alone; with kNoLimit no gradient is clipped. The
 // constructor is a template, so that a program compiles the constructors of the classes that it uses alone.
-#define FUSEDSTEP_OPTIONS(Options, LIST)                                                        \
+#define FUSEDSTEP_OPTIONS(Options, LIST, ...)                                                   \
  public:                                                                                        \
   Options() = default;                                                                          \
   template <class = void> /* NOLINTNEXTLINE(google-explicit-constructor): as torch's options */ \
   Options(double lr) : lr_(lr) {}                                                               \
   LIST(FUSEDSTEP_DECLARE_OPTION)                                                                \
+  __VA_OPT__(__VA_ARGS__(FUSEDSTEP_DECLARE_OPTION))                                             \
   FUSEDSTEP_STORAGE_OPTIONS(FUSEDSTEP_DECLARE_OPTION)                                           \
  public:                                                                                        \
   /* Calls visit(name, pointer to member) for each option but those of storage. */              \
@@ -32,14 +34,15 @@ namespace fusedstep::optim {
   static void for_each_option(const Visit& visit) {                                             \
     using Own = Options;                                                                        \
     LIST(FUSEDSTEP_VISIT_OPTION)                                                                \
+    __VA_OPT__(__VA_ARGS__(FUSEDSTEP_VISIT_OPTION))                                             \
   }                                                                                             \
   template <class Visit>                                                                        \
   static void for_each_storage_option(const Visit& visit) {                                     \
     using Own = Options;                                                                        \
     FUSEDSTEP_STORAGE_OPTIONS(FUSEDSTEP_VISIT_OPTION)                                           \
   }
-#define FUSEDSTEP_DECLARE_OPTION(type, name, value) TORCH_ARG(type, name) = value;
-#define FUSEDSTEP_VISIT_OPTION(type, name, value) visit(#name, &Own::name##_);
+#define FUSEDSTEP_DECLARE_OPTION(type, name, ...) TORCH_ARG(type, name){__VA_ARGS__};
+#define FUSEDSTEP_VISIT_OPTION(type, name, ...) visit(#name, &Own::name##_);
 
 // The options that all optimizers have: how states and weights are stored. An archive has one only where it
 // is set, that is, neither "" nor 0.

@@ -41,7 +41,7 @@ constexpr auto numbers_of() {
 }
 
 // Declares the members by which torch's classes read and set a state, one of the rule's with this name.
-#define FUSEDSTEP_STATE(name)                                                 \
+#define FUSEDSTEP_STATE(name, ...)                                            \
   auto name(torch::Tensor tensor)->decltype(*this)& {                         \
     slot(slot_of(#name), std::move(tensor));                                  \
     return *this;                                                             \

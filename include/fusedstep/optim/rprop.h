@@ -3,11 +3,11 @@
 
 namespace fusedstep::optim {
 
-#define FUSEDSTEP_RPROP_OPTIONS(X)                     \
-  X(double, lr, 1e-2)                                  \
-  X(TwoNumbers, etas, std::make_tuple(0.5, 1.2))       \
-  X(TwoNumbers, step_sizes, std::make_tuple(1e-6, 50)) \
-  X(bool, maximize, false)                             \
+#define FUSEDSTEP_RPROP_OPTIONS(X)    \
+  X(double, lr, 1e-2)                 \
+  X(TwoNumbers, etas, 0.5, 1.2)       \
+  X(TwoNumbers, step_sizes, 1e-6, 50) \
+  X(bool, maximize, false)            \
   X(double, max_grad_norm, kNoLimit)
 
 struct RpropOptions : detail::BasicOptions<RpropOptions> {
@@ -29,8 +29,6 @@ struct RpropParamState : ParamState<RpropParamState, rules::Rprop> {
 class Rprop : public FusedOptimizer<Rprop, RpropOptions, RpropParamState, rules::Rprop> {
  public:
   using FusedOptimizer::FusedOptimizer;
-
-  static constexpr const char* kRule = "rprop";
 
   static void check(const RpropOptions& options) {
     options.check_ranges();

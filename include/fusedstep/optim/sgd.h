@@ -40,8 +40,6 @@ class SGD : public FusedOptimizer<SGD, SGDOptions, SGDParamState, rules::SGD> {
  public:
   using FusedOptimizer::FusedOptimizer;
 
-  static constexpr const char* kRule = "sgd";
-
   static void check(const SGDOptions& options) {
     options.check_ranges();
     TORCH_CHECK(!options.nesterov() || (options.momentum() > 0 && options.dampening() == 0),

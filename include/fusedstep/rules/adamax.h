@@ -8,9 +8,17 @@ namespace fusedstep::rules {
 
 enum AdamaxFlag : unsigned { kAdamaxDecay = 1 };
 
+#define FUSEDSTEP_OPTIONS_OF_Adamax(X) \
+  X(double, lr, 2e-3)                  \
+  X(TwoBetas, betas, 0.9, 0.999)       \
+  X(double, eps, 1e-8)                 \
+  X(double, weight_decay, 0)
+#define FUSEDSTEP_STATES_OF_Adamax(X) \
+  X(exp_avg)                          \
+  X(exp_inf, Sign::kNotNegative)
+
 struct AdamaxHyper {
-  double lr = 2e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0;
-  static constexpr const char* kNames[] = {"lr", "beta1", "beta2", "eps", "weight_decay"};
+  FUSEDSTEP_HYPER(FUSEDSTEP_OPTIONS_OF_Adamax)
 
   constexpr unsigned flags() const { return (weight_decay != 0) * kAdamaxDecay; }
 };
@@ -21,8 +29,10 @@ struct AdamaxScalars {
   T beta2, eps, weight_decay, neg_step_size;
 };
 
-// Adamax (Kingma and Ba, 2015, algorithm 2), in torch's form: eps is added to |g|.
+// Adamax (Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015, algorithm 2), with torch's
+// options and in torch's form: eps is added to |g|. For each element p with gradient g, at step t:
 //
+//   g = g + weight_decay p
 //   m = m + (1 - beta1) (g - m)        u = max(beta2 u, |g| + eps)
 //   p = p - lr / (1 - beta1^t) * m / u
 template <unsigned kFlags>
@@ -31,7 +41,7 @@ struct Adamax {
   template <class T>
   using Scalars = AdamaxScalars<T>;
   static constexpr unsigned kFlagCombinations = 2;
-  static constexpr StateSpec kAllStates[] = {{"exp_avg"}, {"exp_inf", Sign::kNotNegative}};
+  static constexpr StateSpec kAllStates[] = {FUSEDSTEP_STATES_OF_Adamax(FUSEDSTEP_STATE_SPEC)};
   static constexpr int kStates = states_with(kAllStates, kFlags);
 
   template <class T>

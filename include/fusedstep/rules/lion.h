@@ -4,9 +4,14 @@
 
 namespace fusedstep::rules {
 
+#define FUSEDSTEP_OPTIONS_OF_Lion(X) \
+  X(double, lr, 1e-4)                \
+  X(TwoBetas, betas, 0.9, 0.99)      \
+  X(double, weight_decay, 0)
+#define FUSEDSTEP_STATES_OF_Lion(X) X(exp_avg)
+
 struct LionHyper {
-  double lr = 1e-4, beta1 = 0.9, beta2 = 0.99, weight_decay = 0;
-  static constexpr const char* kNames[] = {"lr", "beta1", "beta2", "weight_decay"};
+  FUSEDSTEP_HYPER(FUSEDSTEP_OPTIONS_OF_Lion)
 
   constexpr unsigned flags() const { return 0; }
 };
@@ -16,9 +21,10 @@ struct LionScalars {
   T beta1, one_minus_beta1, beta2, one_minus_beta2, keep, neg_lr;
 };
 
-// Lion (Chen et al., 2023, algorithm 2).
+// Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2). For each element p
+// with gradient g:
 //
-//   p = (1 - lr wd) p - lr sign(beta1 m + (1 - beta1) g)
+//   p = (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g)
 //   m = beta2 m + (1 - beta2) g
 template <unsigned kFlags>
 struct Lion {
@@ -26,7 +32,7 @@ struct Lion {
   template <class T>
   using Scalars = LionScalars<T>;
   static constexpr unsigned kFlagCombinations = 1;
-  static constexpr StateSpec kAllStates[] = {{"exp_avg"}};
+  static constexpr StateSpec kAllStates[] = {FUSEDSTEP_STATES_OF_Lion(FUSEDSTEP_STATE_SPEC)};
   static constexpr int kStates = states_with(kAllStates, kFlags);
 
   template <class T>

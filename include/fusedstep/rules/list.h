@@ -1,5 +1,6 @@
 // Every rule there is, one line each. Kernels for every instruction set, tests and benchmarks follow from
-// this list.
+// this list. Of plain rules the C++ class follows too (optim/plain.h): all that the class has beside the
+// rule's options and states is what every class has.
 #pragma once
 #include "fusedstep/rules/adadelta.h"
 #include "fusedstep/rules/adagrad.h"
@@ -15,18 +16,21 @@
 #include "fusedstep/rules/rprop.h"
 #include "fusedstep/rules/sgd.h"
 
+#define FUSEDSTEP_PLAIN_RULES(X) \
+  X(Adamax)                      \
+  X(Lion)                        \
+  X(RAdam)                       \
+  X(RMSprop)
+
 #define FUSEDSTEP_RULES(X) \
+  FUSEDSTEP_PLAIN_RULES(X) \
   X(Adadelta)              \
   X(Adagrad)               \
   X(Adam)                  \
-  X(Adamax)                \
   X(Adan)                  \
   X(ASGD)                  \
   X(Lamb)                  \
-  X(Lion)                  \
   X(NAdam)                 \
-  X(RAdam)                 \
-  X(RMSprop)               \
   X(Rprop)                 \
   X(SGD)
 
@@ -40,9 +44,13 @@ enum class RuleId {
 
 template <template <unsigned> class Rule>
 inline constexpr RuleId kIdOf = RuleId{};
-#define FUSEDSTEP_ID(Rule) \
-  template <>              \
-  inline constexpr RuleId kIdOf<Rule> = RuleId::k##Rule;
+template <template <unsigned> class Rule>
+inline constexpr const char* kNameOf = "";
+#define FUSEDSTEP_ID(Rule)                               \
+  template <>                                            \
+  inline constexpr RuleId kIdOf<Rule> = RuleId::k##Rule; \
+  template <>                                            \
+  inline constexpr const char* kNameOf<Rule> = #Rule;
 FUSEDSTEP_RULES(FUSEDSTEP_ID)
 #undef FUSEDSTEP_ID
 

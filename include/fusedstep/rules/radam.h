@@ -9,10 +9,18 @@ namespace fusedstep::rules {
 // The decay is added to the gradient. Decoupled, it is a factor of the weight.
 enum RAdamFlag : unsigned { kRAdamCoupledDecay = 1 };
 
+#define FUSEDSTEP_OPTIONS_OF_RAdam(X) \
+  X(double, lr, 1e-3)                 \
+  X(TwoBetas, betas, 0.9, 0.999)      \
+  X(double, eps, 1e-8)                \
+  X(double, weight_decay, 0)          \
+  X(bool, decoupled_weight_decay, false)
+#define FUSEDSTEP_STATES_OF_RAdam(X) \
+  X(exp_avg)                         \
+  X(exp_avg_sq, Sign::kNotNegative)
+
 struct RAdamHyper {
-  double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0, decoupled_weight_decay = 0;
-  static constexpr const char* kNames[] = {"lr",  "beta1",        "beta2",
-                                           "eps", "weight_decay", "decoupled_weight_decay"};
+  FUSEDSTEP_HYPER(FUSEDSTEP_OPTIONS_OF_RAdam)
 
   constexpr unsigned flags() const {
     return (weight_decay != 0 && decoupled_weight_decay == 0) * kRAdamCoupledDecay;
@@ -25,8 +33,12 @@ struct RAdamScalars {
   T beta2, one_minus_beta2, eps, is_rectified, weight_decay, keep, neg_step_size;
 };
 
-// RAdam (Liu et al., 2020, algorithm 2), in torch's form: eps is added before the bias is corrected.
+// RAdam (Liu et al., "On the Variance of the Adaptive Learning Rate and Beyond", 2020, algorithm 2), with
+// torch's options and in torch's form: eps is added before the bias is corrected. For each element p with
+// gradient g, at step t:
 //
+//   g = g + weight_decay p                                   (unless decoupled_weight_decay)
+//   p = p - lr weight_decay p                                (if decoupled_weight_decay)
 //   m = m + (1 - beta1) (g - m)        v = beta2 v + (1 - beta2) g^2
 //   rho = rho_inf - 2 t beta2^t / (1 - beta2^t)        rho_inf = 2 / (1 - beta2) - 1
 //   rho > 5:    p = p - lr / (1 - beta1^t) * r * m * sqrt(1 - beta2^t) / (sqrt(v) + eps)
@@ -38,7 +50,7 @@ struct RAdam {
   template <class T>
   using Scalars = RAdamScalars<T>;
   static constexpr unsigned kFlagCombinations = 2;
-  static constexpr StateSpec kAllStates[] = {{"exp_avg"}, {"exp_avg_sq", Sign::kNotNegative}};
+  static constexpr StateSpec kAllStates[] = {FUSEDSTEP_STATES_OF_RAdam(FUSEDSTEP_STATE_SPEC)};
   static constexpr int kStates = states_with(kAllStates, kFlags);
 
   template <class T>

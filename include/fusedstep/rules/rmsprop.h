@@ -6,9 +6,20 @@ namespace fusedstep::rules {
 
 enum RMSpropFlag : unsigned { kRMSpropDecay = 1, kRMSpropMomentum = 2, kRMSpropCentered = 4 };
 
+#define FUSEDSTEP_OPTIONS_OF_RMSprop(X) \
+  X(double, lr, 1e-2)                   \
+  X(double, alpha, 0.99)                \
+  X(double, eps, 1e-8)                  \
+  X(double, weight_decay, 0)            \
+  X(double, momentum, 0)                \
+  X(bool, centered, false)
+#define FUSEDSTEP_STATES_OF_RMSprop(X)             \
+  X(square_avg, Sign::kNotNegative)                \
+  X(momentum_buffer, Sign::kAny, kRMSpropMomentum) \
+  X(grad_avg, Sign::kAny, kRMSpropCentered)
+
 struct RMSpropHyper {
-  double lr = 1e-2, alpha = 0.99, eps = 1e-8, weight_decay = 0, momentum = 0, centered = 0;
-  static constexpr const char* kNames[] = {"lr", "alpha", "eps", "weight_decay", "momentum", "centered"};
+  FUSEDSTEP_HYPER(FUSEDSTEP_OPTIONS_OF_RMSprop)
 
   constexpr unsigned flags() const {
     return (weight_decay != 0) * kRMSpropDecay | (momentum > 0) * kRMSpropMomentum |
@@ -22,10 +33,12 @@ struct RMSpropScalars {
   T alpha, eps, weight_decay, momentum, neg_lr;
 };
 
-// RMSprop (Tieleman and Hinton, 2012, lecture 6e), with momentum and, centered, with the variance in place of
-// the mean square (Graves, 2013, equations 38 to 41), in torch's form. Averages without memory have no
-// variance: where alpha is 0, v and a^2 are the same number, and their difference would be a rounding error.
+// RMSprop (Tieleman and Hinton, "Neural Networks for Machine Learning", lecture 6e, 2012), with momentum and,
+// centered, with the variance in place of the mean square (Graves, 2013, equations 38 to 41), with torch's
+// options and in torch's form. Averages without memory have no variance: where alpha is 0, v and a^2 are the
+// same number, and their difference would be a rounding error. For each element p with gradient g:
 //
+//   g = g + weight_decay p
 //   v = alpha v + (1 - alpha) g^2        a = a + (1 - alpha) (g - a)
 //   b = momentum b + g / (sqrt(v) + eps)            centered: sqrt(v - a^2)
 //   p = p - lr b
@@ -35,9 +48,7 @@ struct RMSprop {
   template <class T>
   using Scalars = RMSpropScalars<T>;
   static constexpr unsigned kFlagCombinations = 8;
-  static constexpr StateSpec kAllStates[] = {{"square_avg", Sign::kNotNegative},
-                                             {"momentum_buffer", Sign::kAny, kRMSpropMomentum},
-                                             {"grad_avg", Sign::kAny, kRMSpropCentered}};
+  static constexpr StateSpec kAllStates[] = {FUSEDSTEP_STATES_OF_RMSprop(FUSEDSTEP_STATE_SPEC)};
   static constexpr int kStates = states_with(kAllStates, kFlags);
 
   template <class T>

@@ -84,3 +84,24 @@ FUSEDSTEP_FN typename Rule::template Scalars<T> prepare(const typename Rule::Hyp
 }
 
 }  // namespace fusedstep::rules
+
+// Declares the members of a Hyper, from a list of X(type, name, default value) with these types:
+//   double     a number
+//   bool       a flag: a number that is 0 or 1
+//   TwoBetas   two numbers, `beta1` and `beta2`, which are one option; the list has both defaults
+// A rule of FUSEDSTEP_PLAIN_RULES (list.h) has this list, FUSEDSTEP_OPTIONS_OF_<Rule>, and one of
+// X(name, the other members of a StateSpec), FUSEDSTEP_STATES_OF_<Rule>: its C++ class follows from the two.
+#define FUSEDSTEP_HYPER(LIST)  \
+  LIST(FUSEDSTEP_HYPER_MEMBER) \
+  static constexpr const char* kNames[] = {LIST(FUSEDSTEP_HYPER_NAME)};
+#define FUSEDSTEP_HYPER_MEMBER(type, ...) FUSEDSTEP_HYPER_MEMBER_##type(__VA_ARGS__)
+#define FUSEDSTEP_HYPER_MEMBER_double(name, value) double name = value;
+#define FUSEDSTEP_HYPER_MEMBER_bool(name, value) double name = value;
+#define FUSEDSTEP_HYPER_MEMBER_TwoBetas(name, first, second) double beta1 = first, beta2 = second;
+#define FUSEDSTEP_HYPER_NAME(type, name, ...) FUSEDSTEP_HYPER_NAME_##type(name)
+#define FUSEDSTEP_HYPER_NAME_double(name) #name,
+#define FUSEDSTEP_HYPER_NAME_bool(name) #name,
+#define FUSEDSTEP_HYPER_NAME_TwoBetas(name) "beta1", "beta2",
+
+// A member of kAllStates.
+#define FUSEDSTEP_STATE_SPEC(name, ...) {#name, __VA_ARGS__},
