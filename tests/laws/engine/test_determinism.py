@@ -122,15 +122,18 @@ def rounding(mode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("case", KINDS, ids=str)
 def test_threads_round_as_the_caller_does(case, dtype):
+    """Two steps: the first of some optimizers moves no weight."""
     results, shape = {}, (TEAM + CHUNK + 5,)
     for mode in (0x000, 0x800):  # to nearest, upward
         for isa in fusedstep.isas():
             for count in (1, 3):
                 params = as_parameters(make_weights([shape], dtype))
                 optimizer = case.build(params)
-                (params[0].grad,) = make_gradients([shape], dtype, 1)
+                gradients = [make_gradients([shape], dtype, step)[0] for step in (1, 2)]
                 with threads(count, started=True), rounding(mode), forced_isa(isa):
-                    optimizer.step()
+                    for gradient in gradients:
+                        params[0].grad = gradient
+                        optimizer.step()
                 expected = results.setdefault(mode, contents(optimizer))
                 what = f"mode {mode:x}, {isa}, {count} threads:"
                 assert_same_contents(contents(optimizer), expected, what)

@@ -20,15 +20,16 @@ SHAPE = (70, 130)
 
 
 def stepped(case, layout, make_gradient):
-    """A weight of the layout after one step, where it lies, and its reference."""
+    """A weight of the layout after two steps, where it lies, and its reference."""
     (value,) = make_weights([SHAPE], torch.float32)
     placed = layout.place(value)
     param = torch.nn.Parameter(placed.view)
     optimizer = case.build([param])
-    param.grad = make_gradient(param)
     reference = Reference(case, value)
-    reference.step(param.grad.clone())
-    optimizer.step()
+    for _ in range(2):
+        param.grad = make_gradient(param)
+        reference.step(param.grad.clone())
+        optimizer.step()
     reference.check(param, optimizer.state[param], layout.name)
     assert not torch.equal(param, value)
     return placed

@@ -159,7 +159,8 @@ def test_a_closure_is_evaluated_with_gradients_on(case):
         return loss
 
     before = param.detach().clone()
-    assert optimizer.step(closure) is losses[0]
+    for number in range(2):  # the first step of some moves no weight
+        assert optimizer.step(closure) is losses[number]
     assert not torch.equal(param, before)
 
 
