@@ -103,6 +103,8 @@ class Case:
     tolerances: dict[torch.dtype, Tolerance] = field(default_factory=lambda: ELEMENTWISE)
     buffers_moves: bool = False
     """True if `momentum_buffer` adds up gradients divided by the root of their mean square."""
+    bounded: tuple[str, ...] = ()
+    """Names of the states that stay finite where a gradient is infinite."""
     squares: float = 1.0
     """The largest number that is squared, in gradients."""
     rosenbrock_lr: float = 0.02

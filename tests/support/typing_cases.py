@@ -37,6 +37,7 @@ def classes() -> list[optim.FusedOptimizer]:
         optim.AdamW(parameters, master_weights="split", rounding="stochastic", seed=1),
         optim.Adamax(parameters, betas=(0.9, 0.999)),
         optim.Adan(parameters, betas=(0.98, 0.92, 0.99), no_prox=True),
+        optim.ADOPT(parameters, clip_exp=None, decoupled_weight_decay=True),
         optim.APOLLOAdamW(low_rank, proj="random", scale_type="channel", scale_front=True),
         optim.CAME(matrices, eps=(1e-30, 1e-16), betas=(0.9, 0.999, 0.9999), clip_threshold=0.5),
         optim.GaLoreAdafactor(low_rank, svd="exact", update_proj_gap=50),

@@ -1,10 +1,11 @@
-// The C++ optimizers that follow from their rules: Adamax, Lion, RAdam and RMSprop. Each has the class
-// `Lion`, its `LionOptions`, and the state of one parameter, `LionParamState`. The rule's header has the
-// formula, the options of the rule with their defaults, and the states: fusedstep/rules/lion.h. All have the
-// options maximize and max_grad_norm too, and those of FUSEDSTEP_STORAGE_OPTIONS.
+// The C++ optimizers that follow from their rules: those of FUSEDSTEP_PLAIN_RULES. Each has a class, as
+// `Lion`, its options, as `LionOptions`, and the state of one parameter, as `LionParamState`. The rule's
+// header has the formula, the options of the rule with their defaults, and the states:
+// fusedstep/rules/lion.h. All have the options maximize and max_grad_norm too, and those of
+// FUSEDSTEP_STORAGE_OPTIONS.
 //
-//   fusedstep::optim::Lion optimizer(model->parameters(),
-//   fusedstep::optim::LionOptions(1e-4).maximize(true));
+//   const auto options = fusedstep::optim::LionOptions(1e-4).maximize(true);
+//   fusedstep::optim::Lion optimizer(model->parameters(), options);
 #pragma once
 #include "fusedstep/optim/fused.h"
 

@@ -7,6 +7,7 @@
 #include "fusedstep/rules/adam.h"
 #include "fusedstep/rules/adamax.h"
 #include "fusedstep/rules/adan.h"
+#include "fusedstep/rules/adopt.h"
 #include "fusedstep/rules/asgd.h"
 #include "fusedstep/rules/lamb.h"
 #include "fusedstep/rules/lion.h"
@@ -18,6 +19,7 @@
 
 #define FUSEDSTEP_PLAIN_RULES(X) \
   X(Adamax)                      \
+  X(ADOPT)                       \
   X(Lion)                        \
   X(RAdam)                       \
   X(RMSprop)

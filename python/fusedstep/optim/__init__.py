@@ -24,6 +24,7 @@ from fusedstep.optim.adam import Adam
 from fusedstep.optim.adamax import Adamax
 from fusedstep.optim.adamw import AdamW
 from fusedstep.optim.adan import Adan
+from fusedstep.optim.adopt import ADOPT
 from fusedstep.optim.apollo import APOLLOAdamW
 from fusedstep.optim.asgd import ASGD
 from fusedstep.optim.came import CAME
@@ -54,6 +55,7 @@ from fusedstep.optim.sgd import SGD
 from fusedstep.optim.sparse_adam import SparseAdam
 
 __all__ = [
+    "ADOPT",
     "ASGD",
     "CAME",
     "SGD",

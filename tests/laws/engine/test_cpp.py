@@ -4,6 +4,7 @@ So its operator gets the arguments in their order, and its options have Python's
 The same holds for every storage of states and weights, and for a change of it, on a GPU too.
 """
 
+import math
 import os
 import subprocess
 from pathlib import Path
@@ -116,10 +117,14 @@ STORED = {name: subject for name, subject in SUBJECTS.items() if subject.shapes 
 
 
 def in_cpp(group):
-    """A group's options as C++ has them: numbers and texts, and two flags for Lamb's `debias`."""
+    """A group's options as C++ has them: numbers and texts, and two flags for Lamb's `debias`.
+
+    Infinity stands for None, as a number. C++ reads no option that its class lacks.
+    """
     if "debias" in group:
         group = group | {"debias": group["debias"] is True, "debias_lr": group["debias"] == "lr"}
     kinds = {bool: bool, int: int, float: float, tuple: lambda v: tuple(map(float, v)), str: str}
+    kinds[type(None)] = lambda _: math.inf
     kinds[torch.dtype] = lambda dtype: str(dtype).removeprefix("torch.")
     found = {name: kinds[type(v)](v) for name, v in group.items() if type(v) in kinds}
     found |= {

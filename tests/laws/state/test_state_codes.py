@@ -370,6 +370,8 @@ def test_a_number_that_is_none_damages_its_block_only(case, bad, kind):
         # The sign of NaN is 0: only NaN itself is sure to be kept.
         signs = case.states[:1] if math.isnan(bad) else ()
         for name in (case.states if case.continuous else signs) if step == 3 else ():
+            if name in case.bounded and math.isinf(bad):
+                continue
             assert not decoded(optimizer, params[0], name, kind)[damaged].isfinite().any()
     assert_same_bits(params[0][~damaged], others[0][~damaged], "weight")
     for name in case.states:
