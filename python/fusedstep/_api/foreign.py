@@ -66,6 +66,7 @@ FOREIGN: dict[str, Foreign] = {
     "correct_bias": _DEBIAS,
     "clipping_threshold": Foreign((None,)),
     "corrected_weight_decay": Foreign((False,)),
+    "decoupled": _DECOUPLED,
     # Classes without it that have Adam's states decouple; the states of others tell them apart.
     "decoupled_weight_decay": _DECOUPLED._replace(elsewhere=(False, True), is_advised=False),
     "eps_inside_sqrt": Foreign((False,)),
@@ -127,6 +128,7 @@ class _Library(NamedTuple):
 
 
 _TIMM = {
+    "ADOPT": (frozenset({"clip_exp"}), frozenset()),
     "Adafactor": (frozenset({"eps_scale"}), frozenset()),
     "Adan": (frozenset({"no_prox"}), frozenset()),
     **dict.fromkeys(("AdamW", "APOLLOAdamW", "GaLoreAdamW"), (frozenset({"amsgrad"}), frozenset())),

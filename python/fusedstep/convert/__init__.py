@@ -138,12 +138,12 @@ def convert(optimizer: Optimizer, **overrides: Any) -> FusedOptimizer:
         optimizer (Optimizer): exactly a ``torch.optim`` class that has a namesake in
             :mod:`fusedstep.optim`, a class of that module, ``FusedAdam`` or ``FusedAdagrad`` of
             apex, ``FusedAdam``, ``DeepSpeedCPUAdam`` or ``DeepSpeedCPUAdagrad`` of DeepSpeed,
-            ``Adan`` of its authors (module ``adan``) or of timm, ``Adafactor`` of transformers,
-            ``RowWiseAdagrad`` of torchrec, ``MuSGD`` of Ultralytics, ``CAME`` of came_pytorch, the
-            classes of galore_torch, ``APOLLOAdamW`` of apollo_torch, whose projections go on with
-            other random numbers, one of bitsandbytes but for LAMB, LARS and AdEMAMix, or a class of
-            ``torchao.optim`` with states of 8 or 4 bits. The last two go on with the
-            ``state_dtype`` that they have
+            ``Adan`` of its authors (module ``adan``) or of timm, ``Adopt`` of timm, ``Adafactor``
+            of transformers, ``RowWiseAdagrad`` of torchrec, ``MuSGD`` of Ultralytics, ``CAME`` of
+            came_pytorch, the classes of galore_torch, ``APOLLOAdamW`` of apollo_torch, whose
+            projections go on with other random numbers, one of bitsandbytes but for LAMB, LARS and
+            AdEMAMix, or a class of ``torchao.optim`` with states of 8 or 4 bits. The last two go on
+            with the ``state_dtype`` that they have
         **overrides: options for all groups, in place of the given optimizer's
 
     Raises:
@@ -199,10 +199,10 @@ def import_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) 
     Read are dictionaries of optimizers that store what the optimizer here stores: of torch's
     namesakes, of apex (``FusedAdam``, ``FusedLAMB``, ``FusedAdagrad``), of DeepSpeed without ZeRO
     (``FusedAdam``, ``DeepSpeedCPUAdam``, ``FusedLamb``, ``DeepSpeedCPUAdagrad``), of timm
-    (``Lamb``, ``Adan``), of Adan's authors, of galore_torch and apollo_torch with their pickled
-    projectors, of bitsandbytes and torchao with states of 8 and 4 bits, and others of this form. A
-    step count in a group is given to each of its weights. Codes are taken over where they are those
-    that ``state_dtype`` asks for, and else decoded.
+    (``Lamb``, ``Adan``, ``Adopt``), of Adan's authors, of galore_torch and apollo_torch with their
+    pickled projectors, of bitsandbytes and torchao with states of 8 and 4 bits, and others of this
+    form. A step count in a group is given to each of its weights. Codes are taken over where they
+    are those that ``state_dtype`` asks for, and else decoded.
 
     Keys of states that JSON has made texts of are taken for the numbers that they were.
 

@@ -182,6 +182,7 @@ _RELATIVES: dict[tuple[str, str], Callable[[Any], _Successor]] = {
     ("galore_torch", "AdamW8bit"): lambda optimizer: (low_bit.GaLoreAdamW8bit, {}),
     ("galore_torch", "Adafactor"): lambda optimizer: (optim.GaLoreAdafactor, {}),
     ("timm", "Adan"): _adan,
+    ("timm", "Adopt"): lambda optimizer: (optim.ADOPT, {}),
     ("torchrec", "RowWiseAdagrad"): lambda optimizer: (optim.RowWiseAdagrad, {}),
     **{
         ("torchao", f"{cls.__name__}{suffix}"): _torchao(cls, kind)
