@@ -366,7 +366,7 @@ def check_same_unless_listed(ours: Outcome, theirs: Outcome, what, differences) 
             else "another outcome, but not in DIFFERENCES, the list of this file"
         )
         peer = name_of_peer(cls)
-        pytest.fail(f"{problem}\n{cls.__name__}:\n{ours}\n{peer}:\n{theirs}")
+        pytest.fail(f"{experiment}: {problem}\n{cls.__name__}:\n{ours}\n{peer}:\n{theirs}")
     return bool(rows)
 
 
