@@ -577,7 +577,7 @@ def test_figures_that_are_worked_out_of_galores_results():
 
 #: Pages with Python that is a part of something, and what runs that.
 PARTS = {
-    "HACKING.md": "test_parts_of_lion_stand_in_its_files",
+    "HACKING.md": "test_parts_of_adopt_stand_in_its_files",
     "dcp.md": "test_a_checkpoint_gets_its_name_when_it_is_whole",
     "memory.md": "test_a_step_that_was_stopped_goes_on_as_the_page_says",
     "musgd.md": "test_ultralytics.py",
@@ -600,11 +600,11 @@ def test_every_part_is_run_by_a_test():
     assert in_cpp == {"HACKING.md", "README.md"}  # the second, and docs: tests/packaging
 
 
-def test_parts_of_lion_stand_in_its_files():
+def test_parts_of_adopt_stand_in_its_files():
     """HACKING.md shows how an optimizer is added by code of one that is compiled and run."""
     files = {
-        "cpp": ["include/fusedstep/rules/lion.h"],
-        "py": [f"{folder}/lion.py" for folder in (
+        "cpp": ["include/fusedstep/rules/adopt.h"],
+        "py": [f"{folder}/adopt.py" for folder in (
             "python/fusedstep/optim", "tests/reference", "tests/optimizers")],
     }  # fmt: skip
     for language, sources in files.items():
