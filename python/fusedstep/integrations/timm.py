@@ -19,9 +19,10 @@ from fusedstep.integrations._groups import Groups, listed, made_by, take_over, w
 if TYPE_CHECKING:
     from timm.optim import OptimInfo
 
-#: Options that timm's optimizer of the same name has under other names, and those that the rate
-#: which timm gives every optimizer needs.
+#: Options that timm's optimizer of the same name has under other names or with other defaults, and
+#: those that the rate which timm gives every optimizer needs.
 _OPTIONS: dict[str, dict[str, Any]] = {
+    "adopt": {"clip_exp": 0.333},
     "galoreadafactor": {"relative_step": False},
     "lamb": {"variant": "timm"},
 }
