@@ -59,6 +59,9 @@ class ADOPT(FusedOptimizer):
         "clip_exp": Number(may_be_none=True),
         "decoupled_weight_decay": Flag(before=False),
     }
+    _rule_values: ClassVar[dict[str, Any]] = {
+        "clip_exp": lambda group: math.inf if group["clip_exp"] is None else group["clip_exp"],
+    }
 
     def __init__(
         self,
@@ -83,10 +86,6 @@ class ADOPT(FusedOptimizer):
         skip_nonfinite: bool = False,
     ) -> None:
         super().__init__(params, locals())
-
-    def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
-        clip_exp = math.inf if group["clip_exp"] is None else group["clip_exp"]
-        return super()._rule_options(group) | {"clip_exp": clip_exp}
 
     def _formula(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
