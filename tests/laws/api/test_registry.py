@@ -73,15 +73,23 @@ def test_has_a_short_reference_of_its_own(name, repository):
 @pytest.mark.parametrize(
     "piece",
     [
-        "include/fusedstep/optim/{name}.h",
         "include/fusedstep/rules/{rule}.h",
         "tests/reference/{rule}.py",
     ],
 )
 @pytest.mark.parametrize("name", WITH_ROWS)
 def test_has_its_pieces(name, piece, repository):
-    path = piece.format(name=name.lower(), rule=rule_of(name))
+    path = piece.format(rule=rule_of(name))
     assert (repository / path).is_file(), f"{path} is missing"
+
+
+@pytest.mark.parametrize("name", WITH_ROWS)
+def test_has_a_class_in_cpp(name, repository):
+    """It is in a header of its own, or follows from its rule."""
+    folder = repository / "include" / "fusedstep"
+    rules = (folder / "rules" / "list.h").read_text()
+    plain, _, _ = rules.partition("#define FUSEDSTEP_PLAIN_RULES")[2].partition("\n\n")
+    assert f"X({name})" in plain or (folder / "optim" / f"{name.lower()}.h").is_file()
 
 
 @pytest.mark.parametrize("cls", classes, ids=lambda cls: cls.__name__)
