@@ -8,7 +8,7 @@ not above it, and the rest lies behind that number in its memory: dictionaries h
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -31,6 +31,21 @@ def new_count(value: float, device: torch.device | str) -> Tensor:
     count = memory.resize_(())  # a view would keep the other one alive
     write_count(count, value)
     return count
+
+
+def new_number(weight: Tensor, group: dict[str, Any], value: float = 0.0) -> Tensor:
+    """A number beside a weight, on the host unless a device graph counts the steps."""
+    device = weight.device if group.get("capturable") else "cpu"
+    return new_count(value, device)
+
+
+def is_like(value: Any, number: Tensor) -> TypeGuard[Tensor]:
+    """Returns whether a value is a number as new_number() makes them."""
+    return isinstance(value, Tensor) and (value.dtype, value.shape, value.device) == (
+        number.dtype,
+        number.shape,
+        number.device,
+    )
 
 
 def read_count(step: Tensor) -> float:

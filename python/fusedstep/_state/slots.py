@@ -15,9 +15,7 @@ from fusedstep._state import codes as _codes
 from fusedstep._state.codes import UNSIGNED, absmax_of, is_codes
 from fusedstep._state.forked import in_pieces
 from fusedstep._state.kinds import Group, State, States, shapes_of
-from fusedstep._state.storage import BESIDE, BESIDE_STORAGE, has_master, way_of
-
-SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+from fusedstep._state.storage import BESIDE, BESIDE_STORAGE, SIXTEEN_BITS, has_master, way_of
 
 #: A tensor for a state, or for the absmax of its codes: its slot, its name and itself.
 New = tuple["Slot", str, Tensor]

@@ -36,7 +36,7 @@ BESIDE = {"float32": MASTER, "split": LOW, "kahan": "compensation"}
 #: Their storage, by way: as for ``codes.new_states``.
 BESIDE_STORAGE = {"float32": "float32", "split": "int16", "kahan": "weight"}
 
-_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 #: Options that ask for a way.
 ASKED = {
@@ -78,7 +78,7 @@ def asked_way(group: dict[str, Any]) -> str | None:
 def note_of(group: Mapping[str, Any]) -> str:
     """Says that options ask for the value of 16-bit weights where there are none; or no text."""
     masters, rounding = own_option(group, "master_weights"), own_option(group, "rounding")
-    if not (masters or rounding) or any(p.dtype in _SIXTEEN_BITS for p in group["params"]):
+    if not (masters or rounding) or any(p.dtype in SIXTEEN_BITS for p in group["params"]):
         return ""
     asked = f"master_weights={masters!r}" if masters else f"rounding={rounding!r}"
     return f"{asked} changes nothing, for no weight of the group has 16 bits"
@@ -86,7 +86,7 @@ def note_of(group: Mapping[str, Any]) -> str:
 
 def way_of(group: dict[str, Any], weight: Tensor) -> str | None:
     """The way in which a 16-bit weight keeps its value; None if in none, and for others."""
-    if weight.dtype not in _SIXTEEN_BITS:
+    if weight.dtype not in SIXTEEN_BITS:
         return None
     way = asked_way(group)
     if way in ("split", "stochastic") and weight.dtype is not torch.bfloat16:
