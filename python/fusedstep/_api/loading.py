@@ -128,7 +128,7 @@ def _take_over(
         optimizer._store.tidy(group)
         weights = [p for p in group["params"] if optimizer._state.get(p)]
         for p in weights:
-            optimizer._store.convert(group, p)
+            optimizer._store.convert(group, [p])
         optimizer._store.create_later(group, weights, optimizer._groups)
         if wants_native(optimizer, group) and not why_no_kernels(optimizer, weights):
             optimizer._store.place(group, weights, from_dictionary=is_loading)

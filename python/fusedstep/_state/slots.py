@@ -125,11 +125,6 @@ class Slots:
             self._shapes[shape] = shapes_of(self._states, self._group, shape)
         return self._shapes[shape]
 
-    def names(self, weight: Tensor) -> tuple[str, ...]:
-        """The names of a weight's tensors, with what the weight keeps beside it."""
-        way = way_of(self._group, weight)
-        return (*self.shapes(weight), BESIDE[way]) if way in BESIDE else (*self.shapes(weight),)
-
     def of(self, weight: Tensor, state: dict[str, Any]) -> list[Slot]:
         """The slots of a weight, in the same order; the dtype of numbers in its state stays."""
         storage = "float32" if self.has_wide(weight, state) else "weight"

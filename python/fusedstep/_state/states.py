@@ -47,13 +47,12 @@ class StateStore(WeightStates):
         check_state_dtype(own_option(group, "state_dtype"))
         if self.was_read:  # else nobody has given it states
             self.make_ordinary(weights)
-        for p, change in [(p, self._conversion(group, p)) for p in weights]:
-            self._change(p, change)
-        slots_of = self._slots(group)
-        lacking = [p for p in weights if not self._has_all(group, p, slots_of.names(p))]
+        self.convert(group, weights)
+        group_slots = self._slots(group)
+        lacking = [p for p in weights if not self._has_all(group, p)]
         states = {p: self.by_weight.get(p, {}) for p in lacking}
         made = {p: self._new_numbers(group, p) for p in lacking}
-        slots = {p: slots_of.of(p, states[p]) for p in lacking}
+        slots = {p: group_slots.of(p, states[p]) for p in lacking}
         for slot, name, tensor in zeros([(slots[p], states[p]) for p in lacking], native):
             state, new = states[slot.weight], made[slot.weight]
             if name not in state:
@@ -64,7 +63,7 @@ class StateStore(WeightStates):
             for slot in slots[p]:
                 if slot.name not in states[p]:
                     self._start(groups, group, slot, made[p])
-        counts = {} if "step" in self._numbers else self._counts_beside(group, made, slots_of)
+        counts = {} if "step" in self._numbers else self._counts_beside(group, made, group_slots)
         in_states = [p for p in counts if self.keeps_count(group, p) or "step" in states[p]]
         for p in in_states:
             made[p]["step"] = counts.pop(p)
@@ -209,8 +208,10 @@ class StateStore(WeightStates):
         States that other processes share stay where they are. ``from_dictionary``: whether the
         states are those of a caller's dictionary, which a step must not change on a device.
         """
-        slots = self._slots(group)
-        weights = [p for p in weights if self._is_whole(group, p, slots)]
+        group_slots = self._slots(group)
+        weights = [p for p in weights if self._has_all(group, p)]
+        slots_of = {p: group_slots.of(p, self.by_weight[p]) for p in weights}
+        weights = [p for p in weights if _have_shapes(slots_of[p], self.by_weight[p])]
 
         def stays(value: Tensor) -> bool:
             value = dtensor.local(value)
@@ -228,12 +229,11 @@ class StateStore(WeightStates):
                 else:
                     new.copy_(number)
                 state[name] = new
-        states = [self.by_weight[p] for p in weights]
-        found = zip(self.slots_of_each(group, weights), states, strict=True)
+        found = [(slots_of[p], self.by_weight[p]) for p in weights]
         moved = [
-            (own, state)
-            for own, state in found
-            if not all(stays(state[name]) for slot in own for name in slot.names_in(state))
+            (slots, state)
+            for slots, state in found
+            if not all(stays(state[name]) for slot in slots for name in slot.names_in(state))
         ]
         for slot, name, tensor in zeros(moved, native=True):
             old = self.by_weight[slot.weight][name]
@@ -241,20 +241,17 @@ class StateStore(WeightStates):
                 self.by_weight[slot.weight][name] = in_pieces(Tensor.copy_, tensor, old)
 
     @torch.no_grad()
-    def convert(self, group: dict[str, Any], weight: Tensor) -> None:
-        """Makes a state's numbers codes, or codes numbers, as the options of its group ask."""
-        self._change(weight, self._conversion(group, weight))
+    def convert(self, group: dict[str, Any], weights: list[Tensor]) -> None:
+        """Makes numbers of states codes, or codes numbers, as the options of their group ask."""
+        for p, new in [(p, self._converted(group, p)) for p in weights]:
+            for name, value in new.items():
+                if value is None:
+                    del self.by_weight[p][name]
+                else:
+                    self.by_weight[p][name] = value
 
-    def _change(self, weight: Tensor, change: dict[str, Tensor | None]) -> None:
-        """Replaces tensors of a weight's state, or removes them for None."""
-        for name, value in change.items():
-            if value is None:
-                del self.by_weight[weight][name]
-            else:
-                self.by_weight[weight][name] = value
-
-    def _conversion(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor | None]:
-        """What makes a state's numbers codes, or codes numbers."""
+    def _converted(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor | None]:
+        """The tensors that take the place of those in a state; None for an absmax that goes."""
         state, new = self.by_weight.get(weight, {}), dict[str, Tensor | None]()
         asked = own_option(group, "state_dtype")
         if not (isinstance(asked, str) or any(map(is_codes, state.values()))):
@@ -271,22 +268,14 @@ class StateStore(WeightStates):
                 new[name] = _codes.spread_codes(like, found, kind)
                 new[absmax_of(name)] = _codes.spread_absmax(like, absmax, kind)
             else:
-                is_wide = has_master(group, weight) or asked is not None
-                is_wide = is_wide or slot.own_shape is not None
+                is_wide = self._slots(group).has_wide(weight, {})
                 new[name] = numbers if is_wide else numbers.to(weight.dtype)
                 new[absmax_of(name)] = None
         return new
 
-    def _is_whole(self, group: dict[str, Any], p: Tensor, slots: Slots) -> bool:
-        """Returns whether a weight has all of its state, in the right shapes."""
-        state = self.by_weight.get(p, {})
-        return self._has_all(group, p, slots.names(p)) and all(
-            is_codes(state[slot.name]) or state[slot.name].shape == slot.shape
-            for slot in slots.of(p, state)
-        )
-
-    def _has_all(self, group: dict[str, Any], p: Tensor, names: tuple[str, ...]) -> bool:
-        state = self.by_weight.get(p, {})
+    def _has_all(self, group: dict[str, Any], p: Tensor) -> bool:
+        """Returns whether a weight has all of its state, which need not be of the right shapes."""
+        state, names = self.by_weight.get(p, {}), self.names_of(group, p)
         absmax = [absmax_of(name) for name in names if is_codes(state.get(name))]
         if not state.keys() >= {*self._numbers_of(group, p), *names, *absmax}:
             return False
@@ -295,3 +284,8 @@ class StateStore(WeightStates):
         # Without anything beside the weight: that its value is wide shows in its states.
         narrow = any(state[name].dtype in SIXTEEN_BITS for name in names)
         return not (narrow and way_of(group, p) == "stochastic")
+
+
+def _have_shapes(slots: list[Slot], state: dict[str, Any]) -> bool:
+    """Returns whether what a state has in its slots is of their shapes, or in codes."""
+    return all(is_codes(state[slot.name]) or state[slot.name].shape == slot.shape for slot in slots)
