@@ -100,7 +100,7 @@ class ADOPT(FusedOptimizer):
         if decay != 0 and not decouples:
             grad = grad + decay * weight
         u = grad / state["exp_avg_sq"].sqrt().clamp(min=group["eps"])
-        if group["clip_exp"] is not None:
+        if group["clip_exp"] not in (None, math.inf):
             bound = former ** group["clip_exp"]
             u = torch.minimum(torch.maximum(u, -bound), bound)
         u = torch.where(is_later, u, 0)
