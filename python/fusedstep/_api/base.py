@@ -25,6 +25,7 @@ from fusedstep._options.docs import complete
 from fusedstep._options.kinds import (
     Choice,
     check_kinds,
+    check_one_number,
     check_ranges,
     floats,
     make_plain,
@@ -345,6 +346,7 @@ class FusedOptimizer(Owner):
         if unknown:
             raise not_of_step(self, unknown, options_of(type(self)) | self._own_options.keys())
         if max_norm is not None:
+            check_one_number("max_norm", max_norm)
             max_norm = float(max_norm)
             if not max_norm >= 0:
                 raise ValueError(f"Invalid max_norm value: {max_norm}")

@@ -50,7 +50,7 @@ ASKED = {
 def check_ways(options: Mapping[str, Any]) -> None:
     """Raises if the options of a group ask for a way that is none, or for two."""
     masters, rounding = own_option(options, "master_weights"), own_option(options, "rounding")
-    if isinstance(masters, str) and masters not in ("float32", "split"):
+    if masters not in (False, True, "float32", "split"):
         raise ValueError(
             f"master_weights must be a bool, 'float32' or 'split', not {masters!r:.40}"
         )

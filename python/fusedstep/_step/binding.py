@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from fusedstep._options.kinds import check_floats, has_text
-from fusedstep._state.checks import check_storage_is_taken
+from fusedstep._state.checks import check_storage, check_storage_is_taken
 from fusedstep._step.factors import PLAIN, Factors
 from fusedstep._step.gradients import with_gradients
 from fusedstep._step.options import has_passed, is_fixed, note_passed, option_error
@@ -48,6 +48,7 @@ def bind_groups(optimizer: Owner, bucket: Bucket | None = None) -> list[Work]:
         if not has_passed(optimizer, group):  # options that states depend on
             name = type(optimizer).__name__
             check_storage_is_taken(name, optimizer._storage_not_taken, group)
+            check_storage(group)
             if has_text(optimizer._option_kinds, group):
                 checked_options(optimizer, Work(group, weights, grads, None, index), PLAIN)
         launches = strategy.launches(optimizer, index, group, weights, grads)

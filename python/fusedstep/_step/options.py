@@ -23,8 +23,14 @@ def has_passed(optimizer: Owner, group: Group) -> bool:
 
 def note_passed(optimizer: Owner, group: Group) -> None:
     """Notes options that a step has checked, if none can change in place but for the ``lr``."""
-    if is_fixed(group, but_for="lr"):
-        optimizer._passed[id(group["params"])] = _items_of(group)
+    if not is_fixed(group, but_for="lr"):
+        return
+    passed = optimizer._passed
+    passed[id(group["params"])] = _items_of(group)
+    if len(passed) > len(optimizer._groups):  # groups have other lists of weights now
+        there = {id(each["params"]) for each in optimizer._groups}
+        for gone in passed.keys() - there:
+            del passed[gone]
 
 
 def _items_of(group: Group) -> list[Any]:

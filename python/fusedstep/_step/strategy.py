@@ -108,6 +108,7 @@ class Strategy:
                 and plan.bind(weights, grads, sparse, optimizer._store.was_read)
             ):
                 optimizer._plans.pop(place, None)
+                optimizer._check_group(place[0], group)  # weights may have come
                 plan = self._new_plan(optimizer, group, weights, grads)
                 if plan:
                     plan.bind(weights, grads, sparse)
