@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -64,7 +65,11 @@ class StateStore(WeightStates):
                 if slot.name not in states[p]:
                     self._start(groups, group, slot, made[p])
         counts = {} if "step" in self._numbers else self._counts_beside(group, made, group_slots)
-        in_states = [p for p in counts if self.keeps_count(group, p) or "step" in states[p]]
+        in_states = [
+            p
+            for p in counts
+            if self.keeps_count(group, p) or _is_of_rule(states[p], group_slots.shapes(p))
+        ]
         for p in in_states:
             made[p]["step"] = counts.pop(p)
         for p, new in made.items():  # all at once: memory may run out before all are there
@@ -289,3 +294,12 @@ class StateStore(WeightStates):
 def _have_shapes(slots: list[Slot], state: dict[str, Any]) -> bool:
     """Returns whether what a state has in its slots is of their shapes, or in codes."""
     return all(is_codes(state[slot.name]) or state[slot.name].shape == slot.shape for slot in slots)
+
+
+def _is_of_rule(state: Mapping[str, Any], moments: Iterable[str]) -> bool:
+    """Returns whether the step count of a state is that of the rule which has these moments.
+
+    It is that of another rule where the state has other moments, as when a group of Muon has been
+    one of AdamW.
+    """
+    return "step" in state and state.keys() <= {"step", *moments, *BESIDE.values()}

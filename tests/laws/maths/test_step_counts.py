@@ -144,6 +144,22 @@ def test_a_copy_goes_on_as_its_original(name, made, sequence, fused):
             assert_same_contents(contents(other), contents(optimizer))
 
 
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("cls", [optim.Muon, optim.MuSGD])
+def test_a_count_of_one_rule_stays_in_steps_of_another(cls, fused):
+    """AdamW's count goes with its moments, which stay beside Muon's average."""
+    weight = torch.ones(2, 2, requires_grad=True)
+    weight.grad = torch.ones(2, 2)
+    optimizer = cls([{"params": [weight], "use_muon": False}], lr=0.1, fused=fused)
+    (group,) = optimizer.param_groups
+    for _ in range(3):
+        optimizer.step()
+    before = optimizer.state[weight].get("step")
+    group["use_muon"] = True
+    optimizer.step()
+    assert optimizer.state[weight].get("step") == before
+
+
 LAST = 2**24
 """From here on float32 lacks integers."""
 COUNTED = [
