@@ -108,7 +108,6 @@ class Strategy:
                 and plan.bind(weights, grads, sparse, optimizer._store.was_read)
             ):
                 optimizer._plans.pop(place, None)
-                optimizer._check_group(place[0], group)  # weights may have come
                 plan = self._new_plan(optimizer, group, weights, grads)
                 if plan:
                     plan.bind(weights, grads, sparse)
@@ -188,6 +187,8 @@ class Strategy:
             optimizer._store.check(group, weights, any_dtype=True)
             check_counts(optimizer._state.get(p, {}).get("step") for p in weights)
             return
+        if not is_known:
+            _check_real(optimizer, weights)
         optimizer._rehearse(group, weights, grads)
         if is_dtensor(weights[0]):
             local_pairs(weights, grads)  # raises for gradients that are spread otherwise
@@ -272,6 +273,14 @@ class Strategy:
     def exact_options(self, optimizer: Owner, group: Group) -> dict[str, Any]:
         """Options with which float64 copies of a group's weights take the same step, exactly."""
         return {}
+
+
+def _check_real(optimizer: Owner, weights: list[Tensor]) -> None:
+    """Raises for a complex weight that has come into a composite's group since it was made."""
+    for index, p in enumerate(weights):
+        if p.is_complex():
+            what = f"{type(optimizer).__name__} does not support complex parameters"
+            raise RuntimeError(f"tensor {index} of the list: the weight is complex, and {what}")
 
 
 def _takes_factor_there(grad: Tensor) -> bool:

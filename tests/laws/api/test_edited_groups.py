@@ -23,7 +23,6 @@ def begun(cls, **options):
         (optim.AdamW, "master_weights", 3, "'float32' or 'split', not 3"),
         (optim.AdamW, "state_dtype", "int3", "state_dtype must be None"),
         (optim.APOLLOAdamW, "seed", 1.5, "seed must be an int"),
-        (optim.Adafactor, "variant", "x", "variant must be 'torch' or 'transformers'"),
     ],
 )
 def test_an_option_is_an_error_as_in_the_constructor(cls, option, value, text, fused):
@@ -43,7 +42,7 @@ def test_a_weight_that_comes_is_looked_at(cls, fused):
     other.grad = torch.ones_like(other)
     optimizer.param_groups[0]["params"].append(other)
     before = weight.detach().clone()
-    with pytest.raises((RuntimeError, ValueError), match="parameter 1 of group 0 is"):
+    with pytest.raises((RuntimeError, ValueError), match="complex.*parameter|parameter.*complex"):
         optimizer.step()
     assert torch.equal(weight, before)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fusedstep import optim
-from fusedstep._step import binding
+from fusedstep._step import strategy
 from fusedstep._step.plan import PlansAside
 from support.cases import KINDS, PLAIN
 from support.stepping import as_parameters, assert_same_bits, contents, make_gradients, make_weights
@@ -48,12 +48,12 @@ def made(monkeypatch):
     """The plans that have been made."""
     plans = []
 
-    class Plan(binding.Plan):
+    class Plan(strategy.Plan):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             plans.append(self)
 
-    monkeypatch.setattr(binding, "Plan", Plan)
+    monkeypatch.setattr(strategy, "Plan", Plan)
     return plans
 
 

@@ -44,4 +44,5 @@ def test_the_field_is_what_was_measured(repository):
         name = row["optimizer"].partition(",")[0]
         near = row["int4 over float32"] < 1.05
         measured[name] = near and measured.get(name, True)
-    assert measured == {cls.__name__: cls._learns_in_int4 for cls in CLASSES}
+    unmeasured = {cls.__name__: False for cls in CLASSES if cls.__name__ not in measured}
+    assert measured | unmeasured == {cls.__name__: cls._learns_in_int4 for cls in CLASSES}

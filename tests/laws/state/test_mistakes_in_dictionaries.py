@@ -287,7 +287,7 @@ def test_states_of_other_optimizers():
     with pytest.raises(
         ValueError,
         match="has no exp_avg_diff, neg_pre_grad: it is not one of Adan, but looks like one of "
-        "Adam or AdamW or Lamb",
+        "Adam or AdamW or ADOPT or Lamb or RAdam",
     ):
         adan.load_state_dict(dictionary)
     with pytest.raises(ValueError, match="has no betas, eps: it is not one of AdamW"):
