@@ -47,8 +47,8 @@ CODES = (torch.uint8, torch.float8_e4m3fn)
 
 #: Why states do badly in int4 codes.
 OF_INT4 = (
-    "state_dtype='int4' trained worse than with float32 states: a moment that changes little in a "
-    "step rounds back to its code. 'int8' did not (docs/small_states.md)."
+    "state_dtype='int4' may train worse than float32 states: a moment that changes little in a "
+    "step rounds back to its code. 'int8' does not (docs/small_states.md)."
 )
 
 
