@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fusedstep import integrations, optim
-from fusedstep._step import binding
+from fusedstep._step import strategy
 from fusedstep.optim import low_bit
 from support import two_processes
 from support.cases import PLAIN
@@ -149,13 +149,13 @@ def no_call_makes_a_plan_after_the_first_step(here):
 
     made = []
 
-    class Plan(binding.Plan):
+    class Plan(strategy.Plan):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             made.append(self)
 
     set_environment(here)
-    before, binding.Plan = binding.Plan, Plan
+    before, strategy.Plan = strategy.Plan, Plan
     offload = {"offload_optimizer": {"device": "cpu"}}
     for stage, zero in ((1, {}), (2, offload), (3, {"sub_group_size": 50}), (3, offload)):
         made.clear()
@@ -169,7 +169,7 @@ def no_call_makes_a_plan_after_the_first_step(here):
         plans = len(made)
         train(engine, here.rank, torch.float32)
         assert len(made) == plans > 1, stage
-    binding.Plan = before
+    strategy.Plan = before
 
 
 def both_flags_are_needed(here):

@@ -266,9 +266,9 @@ def memory_of_transfers_is_kept(here):
     found = Subjects(here, [ROWS["rows"], ROWS["columns"]], torch.float32)
     with batches_of_elements(200):
         found.step()
-        scratch = [each.data_ptr() for each in found.sharded._strategy.scratch.tensors()]
+        scratch = [each.data_ptr() for each in found.sharded._group_strategy.scratch.tensors()]
         found.step((2,))
-    assert [each.data_ptr() for each in found.sharded._strategy.scratch.tensors()] == scratch
+    assert [each.data_ptr() for each in found.sharded._group_strategy.scratch.tensors()] == scratch
 
 
 def musgd_is_stepped_as_the_whole(here):

@@ -101,7 +101,7 @@ def projected_shards_are_stepped_as_the_whole(here):
         # Torch's operations between the collectives are the same for any projection.
         for fused in (None, False) if number % 4 == 0 else (None,):
             found = Projected(here, ROWS.values(), cls, fused=fused, **options).step(STEPS)
-            assert bool(found.sharded._strategy.scratch) == (fused is None)
+            assert bool(found.sharded._group_strategy.scratch) == (fused is None)
             found.assert_alike(f"{cls.__name__}, {options}, {fused}")
 
 

@@ -23,7 +23,7 @@ from fusedstep._step.options import option_error
 from fusedstep._step.owner import Owner, Place
 from fusedstep._step.plan import Work
 from fusedstep._step.program import Program
-from fusedstep._step.strategy import Strategy
+from fusedstep._step.strategy import Strategy, check_real
 from fusedstep._step.support import why_not_native
 
 
@@ -88,6 +88,8 @@ class FactoredSteps(Strategy):
         grads: list[Tensor],
         is_known: bool = False,
     ) -> None:
+        if not is_known:
+            check_real(optimizer, weights)
         super().check_operands(optimizer, group, weights, grads, is_known)
         operands = optimizer._memory.get(weights[0])
         if is_known and operands and operands.derived:

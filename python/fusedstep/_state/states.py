@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -65,11 +64,7 @@ class StateStore(WeightStates):
                 if slot.name not in states[p]:
                     self._start(groups, group, slot, made[p])
         counts = {} if "step" in self._numbers else self._counts_beside(group, made, group_slots)
-        in_states = [
-            p
-            for p in counts
-            if self.keeps_count(group, p) or _is_of_rule(states[p], group_slots.shapes(p))
-        ]
+        in_states = [p for p in counts if self.keeps_count(group, p)]
         for p in in_states:
             made[p]["step"] = counts.pop(p)
         for p, new in made.items():  # all at once: memory may run out before all are there
@@ -121,16 +116,14 @@ class StateStore(WeightStates):
     def _counts_beside(
         self, group: dict[str, Any], made: dict[Tensor, dict[str, Tensor]], slots: Slots
     ) -> dict[Tensor, Tensor]:
-        """The counts of weights whose states are being made: moments and counts begin together.
-
-        A count that dictionaries have goes on. Of others a copy knows nothing: these begin anew.
-        """
+        """The counts of weights whose states are being made: moments and counts begin together."""
         counts = {}
         for p in made:
             state, names = self.by_weight.get(p, {}), slots.shapes(p)
-            goes_on = any(name in state for name in names) or not names
+            has_moments = any(name in state for name in names)
+            goes_on = self.keeps_count(group, p) and (has_moments or not names)
             if not (goes_on and "step" in state):
-                counts[p] = new_number(p, group, goes_on and bool(state))
+                counts[p] = self._count_of(group, p) if goes_on else new_number(p, group)
         return counts
 
     def _start_beside(self, group: dict[str, Any], weight: Tensor, beside: Tensor) -> None:
@@ -294,12 +287,3 @@ class StateStore(WeightStates):
 def _have_shapes(slots: list[Slot], state: dict[str, Any]) -> bool:
     """Returns whether what a state has in its slots is of their shapes, or in codes."""
     return all(is_codes(state[slot.name]) or state[slot.name].shape == slot.shape for slot in slots)
-
-
-def _is_of_rule(state: Mapping[str, Any], moments: Iterable[str]) -> bool:
-    """Returns whether the step count of a state is that of the rule which has these moments.
-
-    It is that of another rule where the state has other moments, as when a group of Muon has been
-    one of AdamW.
-    """
-    return "step" in state and state.keys() <= {"step", *moments, *BESIDE.values()}

@@ -151,7 +151,7 @@ class Owner(Optimizer):
     _seen: Snapshot | None
     _spread: SpreadWeights | None
     #: How the optimizer steps its groups: ``strategy_of()`` has the type.
-    _strategy: object
+    _group_strategy: object
     #: The step under way.
     _progress: Progress
 

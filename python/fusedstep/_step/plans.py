@@ -19,7 +19,7 @@ def forget_plans(optimizer: Owner) -> None:
     optimizer._plans, optimizer._memory = {}, {}
     optimizer._aside = PlansAside()
     optimizer._seen = optimizer._last_step = optimizer._spread = None
-    optimizer._strategy = optimizer._strategy_class()
+    optimizer._group_strategy = optimizer._strategy_class()
 
 
 def forget_removed(optimizer: Owner) -> None:

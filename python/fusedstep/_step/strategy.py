@@ -187,8 +187,6 @@ class Strategy:
             optimizer._store.check(group, weights, any_dtype=True)
             check_counts(optimizer._state.get(p, {}).get("step") for p in weights)
             return
-        if not is_known:
-            _check_real(optimizer, weights)
         optimizer._rehearse(group, weights, grads)
         if is_dtensor(weights[0]):
             local_pairs(weights, grads)  # raises for gradients that are spread otherwise
@@ -275,7 +273,7 @@ class Strategy:
         return {}
 
 
-def _check_real(optimizer: Owner, weights: list[Tensor]) -> None:
+def check_real(optimizer: Owner, weights: list[Tensor]) -> None:
     """Raises for a complex weight that has come into a composite's group since it was made."""
     for index, p in enumerate(weights):
         if p.is_complex():
@@ -294,4 +292,4 @@ def _takes_factor_there(grad: Tensor) -> bool:
 
 
 def strategy_of(optimizer: Owner) -> Strategy:
-    return cast("Strategy", optimizer._strategy)
+    return cast("Strategy", optimizer._group_strategy)

@@ -28,7 +28,7 @@ from fusedstep._step.options import option_error
 from fusedstep._step.owner import Owner
 from fusedstep._step.plan import Work
 from fusedstep._step.program import Program
-from fusedstep._step.strategy import Strategy
+from fusedstep._step.strategy import Strategy, check_real
 from fusedstep._step.undo import numbers_first
 
 __all__ = ["CAME"]
@@ -48,6 +48,18 @@ class _OfBlocks(Strategy):
             _check_own(item.group)
         except (TypeError, ValueError) as error:
             raise option_error(optimizer, item, error) from error
+
+    def check_operands(
+        self,
+        optimizer: Owner,
+        group: Group,
+        weights: list[Tensor],
+        grads: list[Tensor],
+        is_known: bool = False,
+    ) -> None:
+        if not is_known:
+            check_real(optimizer, weights)
+        super().check_operands(optimizer, group, weights, grads, is_known)
 
     def program(self, optimizer: Owner, work: list[Work], factors: Factors) -> Program:
         return _CAMEProgram(optimizer, work, factors)

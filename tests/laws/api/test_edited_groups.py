@@ -42,7 +42,7 @@ def test_a_weight_that_comes_is_looked_at(cls, fused):
     other.grad = torch.ones_like(other)
     optimizer.param_groups[0]["params"].append(other)
     before = weight.detach().clone()
-    with pytest.raises((RuntimeError, ValueError), match="complex.*parameter|parameter.*complex"):
+    with pytest.raises((RuntimeError, ValueError), match=r"complex.*parameter|parameter.*complex"):
         optimizer.step()
     assert torch.equal(weight, before)
 

@@ -250,7 +250,9 @@ def test_products_taken_early_are_those_of_the_step(norm, cls):
             other.grad = other.grad.to_sparse()
             with pytest.raises(RuntimeError, match="sparse"):
                 optimizer.step()
-            assert any(scratch.has_products for scratch in optimizer._strategy.scratch.values())
+            assert any(
+                scratch.has_products for scratch in optimizer._group_strategy.scratch.values()
+            )
         set_gradients(optimizer, 2)
         if norm is not None:  # else they are elsewhere, and no product is taken early
             torch._foreach_copy_(memory, [p.grad for p in matrices])
@@ -345,7 +347,7 @@ def test_float16_on_a_cpu_takes_the_formula_unless_asked(fused):
     )
     (found,) = run(optimizer, range(3))
     torch.testing.assert_close(found.detach().double(), expected, rtol=5e-3, atol=5e-3)
-    assert bool(optimizer._strategy.scratch) == (fused is True)
+    assert bool(optimizer._group_strategy.scratch) == (fused is True)
 
 
 def test_a_group_may_leave_native_kernels():
@@ -354,7 +356,7 @@ def test_a_group_may_leave_native_kernels():
     for group in optimizer.param_groups:
         group["fused"] = False
     run(optimizer, range(2, 3))
-    assert not optimizer._strategy.scratch
+    assert not optimizer._group_strategy.scratch
 
 
 @pytest.mark.parametrize("cls", [optim.GaLoreAdamW, optim.APOLLOAdamW])
@@ -479,7 +481,7 @@ def test_a_weight_has_one_scratch_memory():
     """Whatever weights it has been stepped together with."""
     optimizer = optim.GaLoreAdamW(groups(), fused=True)
     run(optimizer, range(8), lambda step, place: (step + place) % 3 == 1)
-    weights = [p for scratch in optimizer._strategy.scratch.values() for p in scratch.weights]
+    weights = [p for scratch in optimizer._group_strategy.scratch.values() for p in scratch.weights]
     assert 0 < len(weights) == len(set(weights))
 
 

@@ -121,7 +121,7 @@ def test_small_batches_give_the_same(monkeypatch):
     expected, _ = trained(optim.Muon, shapes, ns_dtype=torch.float32)
     monkeypatch.setitem(fusedstep._matrix.arrangement._AT_ONCE, "cpu", 200)
     found, optimizer = trained(optim.Muon, shapes, ns_dtype=torch.float32)
-    assert max(each.numel() for each in optimizer._strategy.scratch.tensors()) == 192
+    assert max(each.numel() for each in optimizer._group_strategy.scratch.tensors()) == 192
     assert_moved_alike(found, expected, parameters(shapes), 1e-5)
 
 
@@ -397,10 +397,10 @@ def test_cautious_decay_of_float64_weights_is_exact():
 )
 def test_a_step_allocates_nothing_of_a_weights_size(options):
     params, optimizer = trained(optim.Muon, [(96, 32), (32, 96), (96, 32)], steps=2, **options)
-    scratch = [each.data_ptr() for each in optimizer._strategy.scratch.tensors()]
+    scratch = [each.data_ptr() for each in optimizer._group_strategy.scratch.tensors()]
     assert largest_allocation(lambda: torch.empty(1000)) >= 4000
     assert largest_allocation(optimizer.step) < 32 * 32 * 2
-    assert [each.data_ptr() for each in optimizer._strategy.scratch.tensors()] == scratch
+    assert [each.data_ptr() for each in optimizer._group_strategy.scratch.tensors()] == scratch
     del params
 
 
@@ -475,7 +475,7 @@ def test_the_memory_command_knows_it():
 def test_copies_have_no_scratch():
     params, optimizer = trained(optim.Muon, steps=2)
     for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert not other._strategy.scratch.tensors()
+        assert not other._group_strategy.scratch.tensors()
     step(optimizer, params, 2)
     expected, _ = trained(optim.Muon)
     for found, other in zip(params, expected, strict=True):

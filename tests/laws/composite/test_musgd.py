@@ -291,7 +291,7 @@ def test_weights_without_native_kernels_are_stepped_one_by_one(monkeypatch):
     monkeypatch.setattr(module, "why_not_native", lambda *args, **options: "no kernels")
     found, optimizer = trained(ns_dtype=torch.float32, **WITH_MOMENTUM)
     assert_moved_alike(found, by_reference(**WITH_MOMENTUM)[0], parameters(SHAPES), 1e-4)
-    assert not list(optimizer._strategy.second_steps.plans)
+    assert not list(optimizer._group_strategy.second_steps.plans)
     with pytest.raises(RuntimeError, match="no kernels"):
         make(parameters(SHAPES), fused=True)
 
@@ -317,10 +317,10 @@ def test_a_step_allocates_nothing_of_a_weights_size(options):
     params, optimizer = trained([(96, 32), (32, 96), (96, 32)], steps=2, **options)
     assert largest_allocation(lambda: torch.empty(1000)) >= 4000
     assert largest_allocation(optimizer.step) < 32 * 32 * 2
-    plans = [plan.handle for plan in optimizer._strategy.second_steps.plans]
+    plans = [plan.handle for plan in optimizer._group_strategy.second_steps.plans]
     optimizer.step()
     assert plans
-    assert [plan.handle for plan in optimizer._strategy.second_steps.plans] == plans
+    assert [plan.handle for plan in optimizer._group_strategy.second_steps.plans] == plans
     del params
 
 
@@ -336,7 +336,7 @@ def test_a_step_allocates_nothing_of_a_weights_size(options):
 def test_no_plan_is_kept_of_values_that_are_made_anew(dtype, options):
     """It would keep their memory."""
     _, optimizer = trained([(96, 64)] * 2, dtype, momentum=0.9, **options)
-    assert not list(optimizer._strategy.second_steps.plans)
+    assert not list(optimizer._group_strategy.second_steps.plans)
 
 
 def test_states_that_are_replaced_have_another_plan():
@@ -441,7 +441,7 @@ def test_copies_keep_the_factors():
     params, optimizer = trained(muon=0.2, sgd=1.0, **WITH_MOMENTUM)
     for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert (other.muon, other.sgd) == (0.2, 1.0)
-        assert not list(other._strategy.second_steps.plans)
+        assert not list(other._group_strategy.second_steps.plans)
         weights = [p for group in other.param_groups for p in group["params"]]
         step(other, weights, 3)
         expected, _ = by_reference(SHAPES, 4, muon=0.2, sgd_factor=1.0, **WITH_MOMENTUM)

@@ -250,10 +250,10 @@ def test_a_device_is_not_asked_for_the_turn_at_each_step(fused, monkeypatch):
         optimizer = build(cls, {"stagger": True}, fused)
         places = by_first_place(optimizer)
         step(optimizer, places, range(EDIT + 3))
-        known = dict(optimizer._strategy.known.turns)
+        known = dict(optimizer._group_strategy.known.turns)
         assert len(known) == len(SHAPES)
         step(optimizer, places, range(EDIT + 3, STEPS))
-        assert all(optimizer._strategy.known.turns[p] is turn for p, turn in known.items())
+        assert all(optimizer._group_strategy.known.turns[p] is turn for p, turn in known.items())
 
 
 WRONG = {
