@@ -20,7 +20,8 @@ struct ChosenLaunch {
 static_assert(sizeof(ChosenLaunch) <= 4000);
 
 struct ChosenPasses {
-  // Each pass reads what the pass before has written. `fold` is for tensors that have partial norms.
+  // A pass reads the results of the pass before. `fold` adds up partial norms, for tensors that have partial
+  // norms.
   void (*sum)(const ChosenLaunch&, bool maximizes);
   void (*fold)(const ChosenLaunch&);
   void (*choose)(const ChosenLaunch&);

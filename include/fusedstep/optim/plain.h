@@ -1,6 +1,6 @@
-// The C++ optimizers that follow from their rules: those of FUSEDSTEP_PLAIN_RULES. Each has a class, as
-// `Lion`, its options, as `LionOptions`, and the state of one parameter, as `LionParamState`. The rule's
-// header has the formula, the options of the rule with their defaults, and the states:
+// The C++ optimizers of the rules in FUSEDSTEP_PLAIN_RULES, made from the lists of the rules. Each has a
+// class, as `Lion`, its options, as `LionOptions`, and the state of one parameter, as `LionParamState`. The
+// rule's header has the formula, the options of the rule with their defaults, and the states:
 // fusedstep/rules/lion.h. All have the options maximize and max_grad_norm too, and those of
 // FUSEDSTEP_STORAGE_OPTIONS.
 //

@@ -124,8 +124,8 @@ class StateMaker {
     return is_wide && has_16_bits(weight) ? "float32" : "weight";
   }
 
-  // How new_states() stores the slots of a weight and what it keeps beside it: as those states that there
-  // are, and else as the options ask.
+  // The storage of a weight's slots, and of its master weight or compensation, for new_states(). It follows
+  // from the states of the weight, and without states from the options.
   std::vector<std::string> storage_of_slots(const torch::Tensor& weight, const State& state) const {
     const Way way = way_of(storage_, weight);
     const auto one = std::ranges::find_if(slots_, [&](size_t k) { return state.slot(k).defined(); });

@@ -19,16 +19,17 @@ from fusedstep._state.kinds import Group
 from fusedstep._state.storage import way_of
 from fusedstep._step.factors import Factors
 from fusedstep._step.kernels import may_be_skipped, wants_native
-from fusedstep._step.options import option_error
 from fusedstep._step.owner import Owner, Place
 from fusedstep._step.plan import Work
 from fusedstep._step.program import Program
-from fusedstep._step.strategy import Strategy, check_real
+from fusedstep._step.strategy import Strategy
 from fusedstep._step.support import why_not_native
 
 
 class FactoredSteps(Strategy):
-    """Steps all groups as composites, of which native plans take those that are whole."""
+    """Steps all groups as composites; native plans take the groups whose weights are whole."""
+
+    takes_complex = False
 
     def is_composite(self, optimizer: Owner, group: Group) -> bool:
         return True
@@ -74,11 +75,8 @@ class FactoredSteps(Strategy):
                     raise with_name(error, place[0], group, weights) from None
             raise
 
-    def check_options(self, optimizer: Owner, item: Work) -> None:
-        try:
-            check_adafactor_options(item.group)
-        except (TypeError, ValueError) as error:
-            raise option_error(optimizer, item, error) from error
+    def check_own(self, group: Group) -> None:
+        check_adafactor_options(group)
 
     def check_operands(
         self,
@@ -88,8 +86,6 @@ class FactoredSteps(Strategy):
         grads: list[Tensor],
         is_known: bool = False,
     ) -> None:
-        if not is_known:
-            check_real(optimizer, weights)
         super().check_operands(optimizer, group, weights, grads, is_known)
         operands = optimizer._memory.get(weights[0])
         if is_known and operands and operands.derived:

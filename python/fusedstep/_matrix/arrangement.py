@@ -134,7 +134,7 @@ def _may_chain(group: dict[str, Any], batch: Together) -> bool:
         and not batch.is_padded
         and (
             first.is_cpu
-            or has_choice(group)  # what is chosen has another shape
+            or has_choice(group)  # the chosen rows have another shape than the weight
             or all(fits_engine(*share.shape[1:]) for share in batch.shares)
         )
     )

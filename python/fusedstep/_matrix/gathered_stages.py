@@ -86,7 +86,7 @@ class GatheredStages(Stages):
     """The stages of a batch of shards: a transfer goes before the products, and one after."""
 
     def __init__(self, shards: Shards, number: int, batch: Batch) -> None:
-        """``number``: the place of the batch among those of the shards."""
+        """``number``: the place of the batch among the batches of the shards."""
         self._shards, self._number, self._batch = shards, number, batch
         self._options, self._scratch = shards.options, shards.scratch
 

@@ -207,7 +207,7 @@ def _has_plan(
 
 def _new_scratch(optimizer: Owner, group: Group, weights: list[Tensor]) -> Scratch:
     states = [optimizer._store.with_count(group, p) for p in weights]
-    # The shapes are of this process's part: the sides are those of the whole weight.
+    # The shapes are of this process's part; the sides follow from the whole weight.
     sides = [(sides_of(group, p.shape), *matrix_shape(local(p))) for p in weights]
     shapes = [low_shape(group["rank"], *each) for each in sides]
     bases = [basis_shapes(group["rank"], *each) for each in sides]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from fusedstep._state.kinds import Group
 from fusedstep._step.factors import Factors
 from fusedstep._step.gradients import by_place
 from fusedstep._step.kernels import may_be_skipped, wants_native, why_no_kernels
-from fusedstep._step.options import has_passed
+from fusedstep._step.options import has_passed, option_error
 from fusedstep._step.owner import Owner, Place
 from fusedstep._step.plan import Plan, Work, same
 from fusedstep._step.plans import forget_changed, is_of_options, plan_at, states_of
@@ -40,6 +40,9 @@ class Strategy:
     step follows from operands. The optimizer is an argument of each method: an instance that held
     it would keep it alive.
     """
+
+    #: False if the formulas of the family are for real weights alone.
+    takes_complex: ClassVar[bool] = True
 
     # Which steps a group takes
 
@@ -159,8 +162,15 @@ class Strategy:
             takes_norm=optimizer._plan_takes_norm,
         )
 
+    def check_own(self, group: Group) -> None:
+        """Raises an option that only this family has, if no step can take it."""
+
     def check_options(self, optimizer: Owner, item: Work) -> None:
-        """Raises an option that only this class has, if a step cannot take it."""
+        """The same, with the number of the group in the error."""
+        try:
+            self.check_own(item.group)
+        except (TypeError, ValueError) as error:
+            raise option_error(optimizer, item, error) from error
 
     def check_states(self, optimizer: Owner, group: Group, weights: list[Tensor]) -> None:
         """Raises if a state of a composite group's weights is not as the step needs it."""
@@ -187,6 +197,8 @@ class Strategy:
             optimizer._store.check(group, weights, any_dtype=True)
             check_counts(optimizer._state.get(p, {}).get("step") for p in weights)
             return
+        if not (is_known or self.takes_complex):
+            _check_real(optimizer, weights)
         optimizer._rehearse(group, weights, grads)
         if is_dtensor(weights[0]):
             local_pairs(weights, grads)  # raises for gradients that are spread otherwise
@@ -273,7 +285,7 @@ class Strategy:
         return {}
 
 
-def check_real(optimizer: Owner, weights: list[Tensor]) -> None:
+def _check_real(optimizer: Owner, weights: list[Tensor]) -> None:
     """Raises for a complex weight that has come into a composite's group since it was made."""
     for index, p in enumerate(weights):
         if p.is_complex():

@@ -24,11 +24,10 @@ from fusedstep._state.checks import name_of
 from fusedstep._state.kinds import COUNT, Group, State, States, same_shape
 from fusedstep._step.factors import Factors
 from fusedstep._step.kernels import wants_native
-from fusedstep._step.options import option_error
 from fusedstep._step.owner import Owner
 from fusedstep._step.plan import Work
 from fusedstep._step.program import Program
-from fusedstep._step.strategy import Strategy, check_real
+from fusedstep._step.strategy import Strategy
 from fusedstep._step.undo import numbers_first
 
 __all__ = ["CAME"]
@@ -40,26 +39,13 @@ _RESIDUALS = ("exp_avg_res_row", "exp_avg_res_col")
 class _OfBlocks(Strategy):
     """Steps all groups block by block, without a plan."""
 
+    takes_complex = False
+
     def is_composite(self, optimizer: Owner, group: Group) -> bool:
         return True
 
-    def check_options(self, optimizer: Owner, item: Work) -> None:
-        try:
-            _check_own(item.group)
-        except (TypeError, ValueError) as error:
-            raise option_error(optimizer, item, error) from error
-
-    def check_operands(
-        self,
-        optimizer: Owner,
-        group: Group,
-        weights: list[Tensor],
-        grads: list[Tensor],
-        is_known: bool = False,
-    ) -> None:
-        if not is_known:
-            check_real(optimizer, weights)
-        super().check_operands(optimizer, group, weights, grads, is_known)
+    def check_own(self, group: Group) -> None:
+        _check_own(group)
 
     def program(self, optimizer: Owner, work: list[Work], factors: Factors) -> Program:
         return _CAMEProgram(optimizer, work, factors)
