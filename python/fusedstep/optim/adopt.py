@@ -95,7 +95,7 @@ class ADOPT(FusedOptimizer):
         state["step"] = state["step"] + 1
         former = state["step"].to(weight.device, torch.float64) - 1
         is_later = former > 0
-        lr, beta2 = is_later.double() * as_number(group["lr"]), is_later.double() * beta2
+        lr, beta2 = as_number(group["lr"]), is_later.double() * beta2
 
         if decay != 0 and not decouples:
             grad = grad + decay * weight
@@ -107,5 +107,7 @@ class ADOPT(FusedOptimizer):
         state["exp_avg"] = exp_avg = beta1 * state["exp_avg"] + (1 - beta1) * u
         state["exp_avg_sq"] = beta2 * state["exp_avg_sq"] + (1 - beta2) * grad * grad
         if decay != 0 and decouples:
-            weight = weight * (1 - lr * decay)
-        return weight - lr * exp_avg
+            weight = weight * (1 - is_later.double() * lr * decay)
+        exp_avg = torch.where(is_later, exp_avg, 0)
+        # As alpha a number that the weight's dtype lacks is an error.
+        return weight - lr * exp_avg if isinstance(lr, Tensor) else weight.sub(exp_avg, alpha=lr)
