@@ -72,7 +72,8 @@ class TestGradientsThatHoldOtherValues:
         optimizer = case.build([param], fused=True)
         param.grad = gradient
         if kind in NATIVE:
-            optimizer.step()
+            for _ in range(2):  # the first step may move no weight
+                optimizer.step()
             assert not (param == 1).any()
             return
         with pytest.raises(RuntimeError, match="all the gradients to be Tensors whose memory"):
