@@ -5,8 +5,6 @@ By one process or several: torchrun --nproc-per-node 2 muon_fsdp2.py
 
 import argparse
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
@@ -18,17 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from fusedstep import optim
-
-
-@contextmanager
-def processes(device: str) -> Iterator[None]:
-    """Lets the processes that torchrun has started communicate, or one alone."""
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(recipe.backend(device), **alone)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def sharded(device: torch.device) -> recipe.LanguageModel:
@@ -78,9 +65,10 @@ def main(argv: list[str] | None = None) -> recipe.Run | None:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-    with processes(args.device):
+    with recipe.processes(args.device):
         return train(args, device)
 
 
 if __name__ == "__main__":
     main()
+    recipe.leave()

@@ -10,9 +10,12 @@ import re
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -70,9 +73,30 @@ def batches(steps: int, batch: int, device: str, length: int = LENGTH) -> Iterat
         yield tokens[starts + torch.arange(length + 1)].to(device)
 
 
-def backend(device: str) -> str:
-    """Returns the libraries by which processes communicate; torch takes a GPU's if there is one."""
-    return "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+@contextmanager
+def processes(device: str) -> Iterator[None]:
+    """Lets the processes that torchrun has started communicate, or one process alone."""
+    # For a GPU's tensors alone, torch would choose no library for those in the host's memory.
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, **alone)
+    try:
+        yield
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def leave() -> NoReturn:
+    """Ends a process that has communicated, without the end of the interpreter.
+
+    Caches of DTensor keep the process group, and with it gloo's threads. One of them may still hold
+    the tensors of the last collective. If it frees them while the interpreter ends, it aborts the
+    process.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 class LanguageModel(nn.Module):

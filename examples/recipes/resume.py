@@ -4,8 +4,10 @@ A checkpoint has its name only when all of it is on the disk. What a process tha
 of another name, and the next run goes on from the last whole one.
 """
 
+import argparse
 import os
 import shutil
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 
@@ -60,14 +62,8 @@ def load(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer)
     return int(whole.name.removeprefix("step-"))
 
 
-def main(argv: list[str] | None = None) -> recipe.Run | None:
-    parser = recipe.arguments(__doc__)
-    parser.add_argument("--folder", type=Path, default=Path("checkpoints"))
-    parser.add_argument("--every", type=int, default=10, help="steps from checkpoint to checkpoint")
-    args = parser.parse_args(argv)
-    args.folder.mkdir(parents=True, exist_ok=True)
-    if "RANK" in os.environ and not dist.is_initialized():  # by torchrun
-        dist.init_process_group(recipe.backend(args.device))
+def train(args: argparse.Namespace) -> recipe.Run | None:
+    """Trains from the last checkpoint on. All processes call it."""
     model = recipe.LanguageModel().to(args.device)
     if dist.is_initialized():
         fully_shard(model, mesh=init_device_mesh(args.device, (dist.get_world_size(),)))
@@ -88,5 +84,16 @@ def main(argv: list[str] | None = None) -> recipe.Run | None:
     return run
 
 
+def main(argv: list[str] | None = None) -> recipe.Run | None:
+    parser = recipe.arguments(__doc__)
+    parser.add_argument("--folder", type=Path, default=Path("checkpoints"))
+    parser.add_argument("--every", type=int, default=10, help="steps from checkpoint to checkpoint")
+    args = parser.parse_args(argv)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    with recipe.processes(args.device) if "RANK" in os.environ else nullcontext():  # by torchrun
+        return train(args)
+
+
 if __name__ == "__main__":
     main()
+    recipe.leave()

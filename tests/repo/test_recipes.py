@@ -118,8 +118,8 @@ def muon_of_two_processes(device, *options):
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        check=True,
     )
+    assert run.returncode == 0, run.stderr
     return run.stdout
 
 
