@@ -139,9 +139,32 @@ FUSEDSTEP_FN void sum_rows(const FactoredBlock& block, int64_t r, BlockRow<Grad>
   }
 }
 
-template <class Weight, class Grad>
-void factored_sums(const FactoredBlock& block) {
+// A matrix of so few columns has the same sums without packs, and without the lanes that stay zero.
+constexpr int kNarrowColumns = 8;
+
+template <class Grad>
+FUSEDSTEP_FN void narrow_sums(const FactoredBlock& block) {
   using T = typename Codec<Grad>::Compute;
+  auto* const column_sums = static_cast<T*>(block.column_sums);
+  const T factor = static_cast<T>(block.grad_factor);
+  BlockRow<Grad> rows;
+  std::fill_n(column_sums, block.columns, T{0});
+  for (int64_t r = 0; r < block.rows; ++r) {
+    const Grad* const grad = rows.load(block.grad, r, block.columns);
+    double lanes[kNarrowColumns] = {};
+    for (int64_t j = 0; j < block.columns; ++j) {
+      const T x = load<T>(grad, j) * factor;
+      lanes[j] = static_cast<double>(with_square(T{0}, x));
+      column_sums[j] = with_square(column_sums[j], x);
+    }
+    block.row_sums[r] = sum_in_tree<kNarrowColumns>(lanes);
+  }
+}
+
+template <class Weight, class Grad>
+FUSEDSTEP_FN void factored_sums(const FactoredBlock& block) {
+  using T = typename Codec<Grad>::Compute;
+  if (block.columns <= kNarrowColumns) return narrow_sums<Grad>(block);
   // As many as leave registers for the columns.
   constexpr int kRows = std::max(1, Pack<T>::size() / 4);
   BlockRow<Grad> rows[kRows];
@@ -182,9 +205,27 @@ struct RowUpdate {
 };
 
 template <class Weight, class Grad>
-void factored_norms(const FactoredBlock& block) {
+FUSEDSTEP_FN void narrow_norms(const FactoredBlock& block) {
+  using T = typename Codec<Weight>::Compute;
+  BlockRow<Weight> weights;
+  BlockRow<Grad> grads;
+  double totals[2][kNarrowColumns] = {};
+  for (int64_t r = 0; r < block.rows; ++r) {
+    const Weight* const weight = weights.load(block.weight, r, block.columns);
+    const RowUpdate<Grad, T> update(block, r, grads.load(block.grad, r, block.columns));
+    for (int64_t j = 0; j < block.columns; ++j) {
+      totals[0][j] += static_cast<double>(with_square(T{0}, load<T>(weight, j)));
+      totals[1][j] += static_cast<double>(with_square(T{0}, update.template at<T>(j)));
+    }
+  }
+  for (int norm = 0; norm < 2; ++norm) block.norms[norm] = sum_in_tree<kNarrowColumns>(totals[norm]);
+}
+
+template <class Weight, class Grad>
+FUSEDSTEP_FN void factored_norms(const FactoredBlock& block) {
   using T = typename Codec<Weight>::Compute;
   using V = Pack<T>;
+  if (block.columns <= kNarrowColumns) return narrow_norms<Weight, Grad>(block);
   BlockRow<Weight> weights;
   BlockRow<Grad> grads;
   alignas(64) double totals[kBlockTiles][2][kTileLanes];
@@ -222,9 +263,9 @@ void factored_norms(const FactoredBlock& block) {
   }
 }
 
-template <class V, class Weight, class Grad, class T>
-FUSEDSTEP_FN void factored_apply_at(const FactoredBlock& block, const RowUpdate<Grad, T>& update,
-                                    Weight* weight, T* moment, int64_t j) {
+template <class V, class Weight, class Update, class T>
+FUSEDSTEP_FN void factored_apply_at(const FactoredBlock& block, const Update& update, Weight* weight,
+                                    T* moment, int64_t j) {
   using rules::mul_add;
   V move = update.template at<V>(j) * V(static_cast<T>(block.step));
   if (moment != nullptr) {
@@ -235,30 +276,140 @@ FUSEDSTEP_FN void factored_apply_at(const FactoredBlock& block, const RowUpdate<
   store(weight, j, load<V>(weight, j) * V(static_cast<T>(block.keep)) - move);
 }
 
-template <class Weight, class Grad>
-void factored_apply(const FactoredBlock& block) {
-  using T = typename Codec<Weight>::Compute;
+// The columns [0, count) of a row.
+template <class Weight, class Update, class T>
+FUSEDSTEP_FN void factored_apply_to(const FactoredBlock& block, const Update& update, Weight* weight,
+                                    T* moment, int64_t count) {
   using V = Pack<T>;
+  int64_t j = 0;
+  for (; j + V::size() <= count; j += V::size()) factored_apply_at<V>(block, update, weight, moment, j);
+  for (; j < count; ++j) factored_apply_at<T>(block, update, weight, moment, j);
+}
+
+template <class Weight, class Grad>
+FUSEDSTEP_FN void factored_apply(const FactoredBlock& block) {
+  using T = typename Codec<Weight>::Compute;
   BlockRow<Weight> weights;
   BlockRow<Grad> grads;
   BlockRow<T> moments;
-  const FactoredBlock copy = block;  // no store can change it
-  const int64_t columns = copy.columns;
-  for (int64_t r = 0; r < copy.rows; ++r) {
-    Weight* const weight = weights.load(copy.weight, r, columns);
-    T* const moment = copy.moment.first ? moments.load(copy.moment, r, columns) : nullptr;
-    const RowUpdate<Grad, T> update(copy, r, grads.load(copy.grad, r, columns));
-    int64_t j = 0;
-    for (; j + V::size() <= columns; j += V::size()) factored_apply_at<V>(copy, update, weight, moment, j);
-    for (; j < columns; ++j) factored_apply_at<T>(copy, update, weight, moment, j);
-    weights.store(copy.weight, columns);
-    if (moment) moments.store(copy.moment, columns);
+  const int64_t columns = block.columns;
+  for (int64_t r = 0; r < block.rows; ++r) {
+    Weight* const weight = weights.load(block.weight, r, columns);
+    T* const moment = block.moment.first ? moments.load(block.moment, r, columns) : nullptr;
+    const RowUpdate<Grad, T> update(block, r, grads.load(block.grad, r, columns));
+    factored_apply_to(block, update, weight, moment, columns);
+    weights.store(block.weight, columns);
+    if (moment) moments.store(block.moment, columns);
+  }
+}
+
+// The updates of matrices of one element, which lie in a row: each has a row factor of its own.
+template <class Grad, class T>
+struct ElementUpdate {
+  const Grad* grad;
+  const T *row_factors, *column_factors;
+  T grad_factor, least;
+
+  FUSEDSTEP_FN ElementUpdate(const FactoredBlock& block, const Grad* elements)
+      : grad(elements),
+        row_factors(static_cast<const T*>(block.row_factors)),
+        column_factors(static_cast<const T*>(block.column_factors)),
+        grad_factor(static_cast<T>(-block.grad_factor)),
+        least(static_cast<T>(-block.most)) {}
+
+  template <class V>
+  FUSEDSTEP_FN V at(int64_t j) const {
+    const V row_factor = V(T{-1}) * load<V>(row_factors, j);
+    const V factor = at_least(V(least), row_factor * load<V>(column_factors, j));
+    return load<V>(grad, j) * V(grad_factor) * factor;
+  }
+};
+
+// A phase over `count` matrices of one element. Their sums are the squares themselves.
+template <FactoredPhase kPhase, class Weight, class Grad>
+FUSEDSTEP_FN void factored_elements(const FactoredBlock& block, int64_t count) {
+  using T = typename Codec<Weight>::Compute;
+  const auto in_a_row = [](const BlockArray& array) { return BlockArray{array.first, 0, array.matrix, 0}; };
+  BlockRow<Grad> grads;
+  const Grad* const grad = grads.load(in_a_row(block.grad), 0, count);
+  if constexpr (kPhase == kSums) {
+    double* __restrict const row_sums = block.row_sums;
+    T* __restrict const column_sums = static_cast<T*>(block.column_sums);
+    const T factor = static_cast<T>(block.grad_factor);
+    for (int64_t j = 0; j < count; ++j) {
+      column_sums[j] = with_square(T{0}, load<T>(grad, j) * factor);
+      row_sums[j] = static_cast<double>(column_sums[j]);
+    }
+    return;
+  }
+  BlockRow<Weight> weights;
+  Weight* const weight = weights.load(in_a_row(block.weight), 0, count);
+  const ElementUpdate<Grad, T> update(block, grad);
+  if constexpr (kPhase == kNorms) {
+    double* __restrict const norms = block.norms;
+    for (int64_t j = 0; j < count; ++j) {
+      norms[2 * j] = static_cast<double>(with_square(T{0}, load<T>(weight, j)));
+      norms[2 * j + 1] = static_cast<double>(with_square(T{0}, update.template at<T>(j)));
+    }
+  } else {
+    BlockRow<T> moments;
+    T* const moment = block.moment.first ? moments.load(in_a_row(block.moment), 0, count) : nullptr;
+    factored_apply_to(block, update, weight, moment, count);
+    weights.store(in_a_row(block.weight), count);
+    if (moment) moments.store(in_a_row(block.moment), count);
+  }
+}
+
+template <class Stored>
+FUSEDSTEP_FN void skip_matrices(BlockArray& array, int64_t count) {
+  if (array.first != nullptr) array.first = static_cast<Stored*>(array.first) + count * array.matrix;
+}
+
+// Goes on to the matrix that is so many behind the first of the block.
+template <class Weight, class Grad>
+FUSEDSTEP_FN void skip_matrices(FactoredBlock& block, int64_t count) {
+  using T = typename Codec<Weight>::Compute;
+  skip_matrices<Weight>(block.weight, count);
+  skip_matrices<Grad>(block.grad, count);
+  skip_matrices<T>(block.moment, count);
+  block.matrices -= count;
+  block.row_sums += count * block.rows;
+  block.column_sums = static_cast<T*>(block.column_sums) + count * block.columns;
+  if (block.row_factors != nullptr) {
+    block.row_factors = static_cast<const T*>(block.row_factors) + count * block.rows;
+  }
+  block.column_factors = static_cast<const T*>(block.column_factors) + count * block.columns;
+  block.norms += 2 * count;
+}
+
+// Runs a phase over all matrices of a block.
+template <FactoredPhase kPhase, class Weight, class Grad>
+void factored_phase(const FactoredBlock& first) {
+  FactoredBlock block = first;  // no store of a kernel can change it
+  if (block.matrices > 1 && block.rows == 1 && block.columns == 1) {
+    while (block.matrices > 0) {
+      const int64_t count = std::min(block.matrices, kBlockColumns);
+      factored_elements<kPhase, Weight, Grad>(block, count);
+      skip_matrices<Weight, Grad>(block, count);
+    }
+    return;
+  }
+  while (block.matrices > 0) {
+    if constexpr (kPhase == kSums) {
+      factored_sums<Weight, Grad>(block);
+    } else if constexpr (kPhase == kNorms) {
+      factored_norms<Weight, Grad>(block);
+    } else {
+      factored_apply<Weight, Grad>(block);
+    }
+    skip_matrices<Weight, Grad>(block, 1);
   }
 }
 
 inline const FactoredKernels* factored(FactoredFormat format) {
-#define FUSEDSTEP_KERNELS(name, Weight, Grad) \
-  {{factored_sums<Weight, Grad>, factored_norms<Weight, Grad>, factored_apply<Weight, Grad>}},
+#define FUSEDSTEP_KERNELS(name, Weight, Grad)                                  \
+  {{factored_phase<kSums, Weight, Grad>, factored_phase<kNorms, Weight, Grad>, \
+    factored_phase<kApply, Weight, Grad>}},
   static constexpr FactoredKernels table[] = {FUSEDSTEP_FACTORED_FORMATS(FUSEDSTEP_KERNELS)};
 #undef FUSEDSTEP_KERNELS
   return &table[static_cast<int>(format)];

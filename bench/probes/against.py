@@ -26,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
             weights = [torch.randn(shape, **kind) for shape in TENSORS[name].shapes]
         params = [torch.nn.Parameter(weight) for weight in weights]
         gradients = [torch.randn(param.shape, **kind) for param in params]
-        for cls in CLASSES:
+        for cls in asked.classes:
             optimizer = getattr(optim, cls)(params, lr=1e-4, fused=not asked.unfused)
             times[f"{cls}/{name}"] = milliseconds(optimizer, params, gradients, asked.seconds)
     if asked.device == "cuda":
@@ -120,7 +121,7 @@ def started(tree: Path, asked: argparse.Namespace) -> subprocess.Popen[str]:
     """A process over a tree that measures when it is told to. Its threads sleep in between."""
     envs, _ = environments(["glibc"], tree)
     command = [sys.executable, __file__, "--measure", "--seconds", str(asked.seconds)]
-    command += [*flags_of(asked), "--lists", *asked.lists]
+    command += [*flags_of(asked), "--lists", *asked.lists, "--classes", *asked.classes]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=envs["glibc"], stdin=pipe, stdout=pipe, text=True)
 
@@ -154,14 +155,23 @@ def compared(rounds: list[tuple[Times, Times]]) -> dict[str, dict[str, float]]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Milliseconds of this tree, and in brackets its times over those of the reference."""
+    """Milliseconds of this tree, and in brackets its times over those of the reference.
+
+    Classes are columns, unless they are more than the usual ones.
+    """
     rows = results["ms"]
-    names = dict.fromkeys(row.partition("/")[0] for row in rows)
-    lines = [f"| | {' | '.join(names)} |", f"| --- |{' ---: |' * len(names)}"]
-    for name in dict.fromkeys(row.partition("/")[2] for row in rows):
-        cells = [rows[f"{cls}/{name}"] for cls in names]
-        told = " | ".join(f"{each['now']:.3g} ({each['ratio']:.2f})" for each in cells)
-        lines.append(f"| {TENSORS[name].title} | {told} |")
+    classes, lists = (dict.fromkeys(row.split("/")[i] for row in rows) for i in (0, 1))
+    cells = {row: f"{each['now']:.3g} ({each['ratio']:.2f})" for row, each in rows.items()}
+    titles = {name: TENSORS[name].title for name in lists}
+    if len(classes) > len(CLASSES):
+        return grid(titles.values(), {c: [cells[f"{c}/{name}"] for name in lists] for c in classes})
+    return grid(classes, {titles[name]: [cells[f"{c}/{name}"] for c in classes] for name in lists})
+
+
+def grid(heads: Iterable[str], rows: dict[str, list[str]]) -> str:
+    heads = list(heads)
+    lines = [f"| | {' | '.join(heads)} |", f"| --- |{' ---: |' * len(heads)}"]
+    lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -181,6 +191,8 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--seconds", type=float, default=0.4, help="for each row of a process; default: 0.4")
     add("--lists", nargs="+", choices=LISTS, default=LISTS, metavar="LIST",
         help=f"of {', '.join(LISTS)}; default: all")  # fmt: skip
+    add("--classes", nargs="+", default=CLASSES, metavar="CLASS",
+        help=f"of fusedstep.optim; default: {', '.join(CLASSES)}")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     add("--dtype", choices=DTYPES, default="float32", help="of weights and gradients")
     add("--threads", type=int, help="default: one for each core of a socket")

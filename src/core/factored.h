@@ -96,10 +96,10 @@ enum class FactoredPart : uint8_t {
 // A block of the CPU's kernels: some tiles side by side.
 constexpr int64_t kBlockTiles = 4, kBlockColumns = kBlockTiles * kTileColumns;
 
-// The elements of a block in memory. Strides are in elements.
+// The elements of a block in memory. Strides are in elements; `matrix` is that from one matrix to the next.
 struct BlockArray {
   void* first;
-  int64_t row, column;
+  int64_t row, column, matrix;
 };
 
 // Factors and column sums have the type of the maths, as the moment has: double beside a double weight, else
@@ -107,6 +107,9 @@ struct BlockArray {
 struct FactoredBlock {
   BlockArray weight, grad, moment;  // moment.first may be null: the update is then not averaged
   int64_t rows, columns;
+  // The block is the first of so many matrices of one tile each, whose sums, factors and norms lie one behind
+  // the other. 1 if a matrix has more tiles.
+  int64_t matrices;
   double grad_factor;  // multiplies the gradient as it is read
 
   // kSums writes sums of squares of the gradient: of rows for each tile, so many elements behind the last's.

@@ -77,6 +77,7 @@ struct Cut : FactoredCut {
         blocks(tensor.count * row_tiles * column_blocks) {}
 
   int64_t tiles(const FactoredTensor& tensor) const { return tensor.count * row_tiles * column_tiles; }
+  bool is_of_one_tile() const { return row_tiles == 1 && column_tiles == 1; }  // each matrix
 
   int64_t column_blocks, blocks;
   size_t row_sums = 0, column_sums = 0, row_factors = 0, column_factors = 0;
@@ -84,11 +85,11 @@ struct Cut : FactoredCut {
 };
 
 // The sum over i in [0, count) of at(i), in groups as norms are summed.
-template <class At>
-double sum_in_groups(int64_t count, At at) {
-  double total = 0;
+template <class Sum = double, class At>
+Sum sum_in_groups(int64_t count, At at) {
+  Sum total{};
   for (int64_t first = 0; first < count; first += kPartialsGroup) {
-    double group = 0;
+    Sum group{};
     for (int64_t i = first; i < std::min(first + kPartialsGroup, count); ++i) group += at(i);
     total += group;
   }
@@ -244,7 +245,15 @@ class Step {
     if (whole.data == nullptr) return {};
     int64_t offset = row * whole.row + column * whole.column;
     for (size_t d = outer.size(); d-- > 0; matrix /= outer[d]) offset += matrix % outer[d] * whole.outer[d];
-    return {static_cast<std::byte*>(whole.data) + offset * size, whole.row, whole.column};
+    return {static_cast<std::byte*>(whole.data) + offset * size, whole.row, whole.column,
+            outer.empty() ? 0 : whole.outer[outer.size() - 1]};
+  }
+
+  // How many of the matrices [begin, end) lie at one stride, from the first one on.
+  static int64_t matrices_in_a_row(Dims outer, int64_t begin, int64_t end) {
+    if (outer.empty()) return 1;
+    const int64_t last = outer[outer.size() - 1];
+    return std::min(end - begin, last - begin % last);
   }
 
   // The addresses of the sums and factors of a tensor.
@@ -274,6 +283,7 @@ class Step {
     block.row_sums_of_tile = tensor.rows;
     block.rows = std::min(kTileRows, tensor.rows - row);
     block.columns = std::min(kBlockColumns, tensor.columns - column);
+    block.matrices = 1;
     block.weight = part_of(tensor.weight, tensor.outer, matrix, row, column, size_of_weight(tensor.format));
     block.grad = part_of(tensor.grad, tensor.outer, matrix, row, column, size_of_grad(tensor.format));
     block.moment = part_of(tensor.moment, tensor.outer, matrix, row, column, maths);
@@ -295,9 +305,11 @@ class Step {
     const Room room = room_of(cut);
     if (kPhase == kApply && known.tensor != item.tensor) known = {item.tensor, lengths(item.tensor, room)};
     const auto run = kernels().factored(tensors_[item.tensor].format)->phase[kPhase];
-    for (int64_t b = item.begin; b < item.end; ++b) {
+    for (int64_t b = item.begin, next; b < item.end; b = next) {
       FactoredBlock block = block_of(item.tensor, room, b / (cut.column_blocks * cut.row_tiles),
                                      b / cut.column_blocks % cut.row_tiles, b % cut.column_blocks);
+      if (cut.is_of_one_tile()) block.matrices = matrices_in_a_row(tensors_[item.tensor].outer, b, item.end);
+      next = b + block.matrices;
       block.keep = known.lengths.keep;
       block.step = known.lengths.step;
       run(block);
@@ -330,10 +342,20 @@ class Step {
     }
   }
 
-  // The squares of the norms of weight and update, over all tiles.
-  double norm2(size_t index, const Room& room, int which) const {
-    return sum_in_groups(cuts_[index].tiles(tensors_[index]),
-                         [&](int64_t tile) { return room.norms[2 * tile + which]; });
+  // The squares of the norms of weight and update, over all tiles: in one pass, since a tensor of many small
+  // matrices has as many tiles.
+  struct Norms2 {
+    double weight, update;
+    void operator+=(const Norms2& other) {
+      weight += other.weight;
+      update += other.update;
+    }
+  };
+  Norms2 norms2(size_t index, const Room& room) const {
+    const double* const norms = room.norms;
+    return sum_in_groups<Norms2>(cuts_[index].tiles(tensors_[index]), [norms](int64_t tile) {
+      return Norms2{norms[2 * tile], norms[2 * tile + 1]};
+    });
   }
 
   FactoredLengths lengths(size_t index, const Room& room) const {
@@ -343,27 +365,63 @@ class Step {
       const FactoredShare& share = tensor.share;
       return lengths_of(options, share.norms2[0], share.norms2[1], static_cast<double>(share.elements));
     }
-    return lengths_of(options, norm2(index, room, 0), norm2(index, room, 1),
+    const auto [weight, update] = norms2(index, room);
+    return lengths_of(options, weight, update,
                       static_cast<double>(tensor.count * tensor.rows * tensor.columns));
   }
 
   void add_norms(const Item& item) const {
     if (item.begin != 0) return;  // once for a tensor
-    const Room room = room_of(cuts_[item.tensor]);
-    for (int which = 0; which < 2; ++which) {
-      tensors_[item.tensor].share.norms2[which] = norm2(item.tensor, room, which);
-    }
+    const auto [weight, update] = norms2(item.tensor, room_of(cuts_[item.tensor]));
+    double* const found = tensors_[item.tensor].share.norms2;
+    found[0] = weight;
+    found[1] = update;
   }
 
   void run_matrices(const Item& item) const {
     const Room room = room_of(cuts_[item.tensor]);
-    for (int64_t m = item.begin; m < item.end; ++m) {
-      if (tensors_[item.tensor].format == FactoredFormat::kDouble) {
-        run_matrix<double>(item.tensor, m, room);
+    if (tensors_[item.tensor].format == FactoredFormat::kDouble) {
+      run_matrices<double>(item, room);
+    } else {
+      run_matrices<float>(item, room);
+    }
+  }
+
+  template <class T>
+  void run_matrices(const Item& item, const Room& room) const {
+    if (part_ == FactoredPart::kWhole && cuts_[item.tensor].is_of_one_tile()) {
+      return run_small_matrices<T>(item, room);
+    }
+    for (int64_t m = item.begin; m < item.end; ++m) run_matrix<T>(item.tensor, m, room);
+  }
+
+  // Does as run_matrix() does for matrices of one tile: the moments of all of them are one array.
+  template <class T>
+  void run_small_matrices(const Item& item, const Room& room) const {
+    const FactoredTensor& tensor = tensors_[item.tensor];
+    const FactoredOptions options = options_[item.tensor];
+    const int64_t rows = tensor.rows, columns = tensor.columns, count = item.end - item.begin;
+    if (tensor.row_moments != nullptr) {
+      T* __restrict const moments = static_cast<T*>(tensor.row_moments) + item.begin * rows;
+      T* __restrict const factors = reinterpret_cast<T*>(room.row_factors) + item.begin * rows;
+      average(options, moments, room.row_sums + item.begin * rows, 1, count * rows, columns);
+      if (rows == 1) {
+        for (int64_t i = 0; i < count; ++i) {
+          const double mean = mean_of_rows(options, static_cast<double>(moments[i]), 1);
+          factors[i] = factor_of(moments[i], static_cast<T>(mean));
+        }
       } else {
-        run_matrix<float>(item.tensor, m, room);
+        for (int64_t i = 0; i < count * rows; i += rows) {
+          const double mean = mean_of_rows(options, sum_of_moments(moments + i, rows), rows);
+          find_factors(moments + i, static_cast<T>(mean), rows, factors + i);
+        }
       }
     }
+    T* const moments = static_cast<T*>(tensor.column_moments) + item.begin * columns;
+    T* const sums = reinterpret_cast<T*>(room.column_sums) + item.begin * columns;
+    average(options, moments, sums, 1, count * columns, rows);
+    find_factors(moments, T{1}, count * columns,
+                 reinterpret_cast<T*>(room.column_factors) + item.begin * columns);
   }
 
   // Takes the second moments of a matrix forward, and computes the factors of the update: as much of it as
@@ -422,9 +480,15 @@ class Step {
 
   template <class T>
   static double sum_of_rows(const T* moments, int64_t count) {
-    double sums[kMeanRows] = {};
-    for (int64_t i = 0; i < count; ++i) sums[i] = static_cast<double>(moments[i]);
-    return sum_in_tree<kMeanRows>(sums);
+    constexpr int kFew = 8;  // the others of a tree are zeros
+    return count <= kFew ? sum_in_tree_of<kFew>(moments, count) : sum_in_tree_of<kMeanRows>(moments, count);
+  }
+
+  template <int kCount, class T>
+  static double sum_in_tree_of(const T* numbers, int64_t count) {
+    double sums[kCount] = {};
+    for (int64_t i = 0; i < count; ++i) sums[i] = static_cast<double>(numbers[i]);
+    return sum_in_tree<kCount>(sums);
   }
 
   struct WriteTo {

@@ -156,6 +156,10 @@ def test_the_table_of_the_probe():
     assert against.table({"ms": rows}) == (
         "| | Adam | Lamb |\n| --- | ---: | ---: |\n| [1024, 1024] | 0.0446 (0.50) | 12.3 (1.10) |\n"
     )
+    many = {f"{name}/matrix": row(1, 1) for name in ("A", "B", "C", "D", "E", "F")}
+    lines = against.table({"ms": many}).splitlines()
+    assert lines[:3] == ["| | [1024, 1024] |", "| --- | ---: |", "| A | 1 (1.00) |"]
+    assert len(lines) == 8
 
 
 @pytest.mark.parametrize("fused", [True, False])

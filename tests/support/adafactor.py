@@ -7,7 +7,12 @@ from support.factored import ADAFACTOR as CASES
 from support.factored import stepped
 
 #: Matrices of one block and of several, stacks of matrices, vectors and a number.
-SHAPES = ((7, 5), (300, 2100), (3, 40), (4, 5, 6, 7), (2, 33, 18), (700,), (1, 9), (9, 1), ())
+SHAPES = (
+    *((7, 5), (300, 2100), (3, 40), (1, 9), (9, 1)),
+    *((4, 5, 6, 7), (2, 33, 18), (2, 9, 3, 8)),
+    (5, 7000, 1, 1),  # more than a thread takes together
+    *((700,), ()),
+)
 
 
 def case(function):
