@@ -319,7 +319,7 @@ struct ElementUpdate {
 
   template <class V>
   FUSEDSTEP_FN V at(int64_t j) const {
-    const V row_factor = V(T{-1}) * load<V>(row_factors, j);
+    const V row_factor = -load<V>(row_factors, j);
     const V factor = at_least(V(least), row_factor * load<V>(column_factors, j));
     return load<V>(grad, j) * V(grad_factor) * factor;
   }

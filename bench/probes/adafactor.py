@@ -1,6 +1,7 @@
 """Times Adafactor's step of GPT-2 (124 M parameters) beside transformers', torch's and AdamW's.
 
-And that of 2,000 matrices of 32 by 32; on a GPU also steps of GPT-2 that are queued.
+And those of 2,000 matrices of 32 by 32, and of ResNet-50, whose convolutions are stacks of small
+matrices; on a GPU also steps of GPT-2 that are queued.
 
     python bench/probes/adafactor.py [--device cuda] [--threads N] [--layers 12] [--json OUT.json]
 
@@ -24,6 +25,7 @@ from fusedstep import optim
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from reports.tables import write_table
+from suites.shapes import resnet50
 
 
 def steps_of(sizes: list[tuple[int, ...]], device: str) -> dict[str, Callable[[], object]]:
@@ -71,7 +73,11 @@ def main() -> None:
     device = torch.device(asked.device)
     matrices, others = shapes(asked.layers)
 
-    models = {"ms": [*matrices, *others], "small_ms": [(32, 32)] * 2000}
+    models = {
+        "ms": [*matrices, *others],
+        "small_ms": [(32, 32)] * 2000,
+        "resnet50_ms": list(resnet50()),
+    }
     found = {}
     for model, sizes in models.items():
         steps = steps_of(sizes, asked.device)

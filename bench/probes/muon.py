@@ -26,10 +26,10 @@ from pathlib import Path
 import torch
 
 from fusedstep import optim
+from fusedstep._matrix.coefficients import coefficients_of
 from fusedstep._matrix.newton_schulz import (
     Chain,
     Scratch,
-    coefficients_of,
     has_engine,
     orthogonalize,
     usual_dtype,

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import importlib.util
 import re
 from pathlib import Path
 
@@ -219,3 +220,15 @@ def test_the_benchmark_imports_down():
                 graph.setdefault(module, set()).update(f"{folder}.{each}" for each in modules)
     assert len(graph) > 10
     assert_no_circle(graph)
+
+
+def test_what_scripts_import_of_the_package_is_there():
+    for folder in ("bench", "examples", "scripts"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fusedstep"):
+                    module = importlib.import_module(node.module)
+                    for name in node.names:
+                        inner = f"{node.module}.{name.name}"
+                        is_module = hasattr(module, "__path__") and importlib.util.find_spec(inner)
+                        assert hasattr(module, name.name) or is_module, f"{path}: {inner}"
